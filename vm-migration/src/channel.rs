@@ -5,17 +5,22 @@
 //! Owns the pairing of messages with answers. It does not know which message is due.
 
 use std::os::fd::BorrowedFd;
+use std::panic::resume_unwind;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::protocol::ProtocolError;
+use crate::protocol::blobs::read_written;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::codec::{HEADER_BYTES, Header, REASON_BYTES_MAX};
 use crate::protocol::message::{Answer, Command, Message, Role};
 use crate::session::ALIVE_EVERY;
 use crate::transport::{Connection, Reader, TransportError};
+
+/// What is shown of a refusal without a reason, as peers of version 0 send it.
+pub(crate) const NO_REASON: &str = "it gave no reason, see its log";
 
 /// How long, in total, a refusal that explains a failed send is looked for: the guest may be stopped
 /// meanwhile.
@@ -118,25 +123,46 @@ impl Channel {
     /// Does `work` and meanwhile sends a keep-alive once a second; `told` says that the peer expects
     /// those. Nothing else may send on this channel.
     pub(crate) fn busy<T>(&self, told: bool, work: impl FnOnce() -> T) -> T {
-        if !told {
-            return work();
+        if told { self.telling(work).0 } else { work() }
+    }
+
+    /// The same for a peer that answers each of them, within `timeout` once the work is done.
+    pub(crate) fn busy_asking<T>(
+        &mut self,
+        timeout: Duration,
+        work: impl FnOnce() -> T,
+    ) -> Result<T, Cause> {
+        let (done, told) = self.telling(work);
+        for _ in 0..told {
+            self.answer(timeout)?;
         }
+        Ok(done)
+    }
+
+    /// Does `work` and sends keep-alives; also returns how many.
+    fn telling<T>(&self, work: impl FnOnce() -> T) -> (T, u32) {
         let (working, ended) = mpsc::channel::<()>();
         let connection = &self.connection;
         let tell = move || {
+            let mut told = 0;
             while ended.recv_timeout(ALIVE_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
                 if connection.send(&Message::Alive.encode()).is_err() {
-                    return;
+                    break;
                 }
+                told += 1;
             }
+            told
         };
         std::thread::scope(|scope| {
-            if let Err(error) = stoppable_thread::spawn_scoped(scope, "mig-alive", tell) {
+            let teller = stoppable_thread::spawn_scoped(scope, "mig-alive", tell);
+            let teller = teller.inspect_err(|error| {
                 log::warn!("no keep-alive messages are sent to the peer: {error}");
-            }
+            });
             let done = work();
             drop(working);
-            done
+            let told =
+                teller.map_or(0, |teller| teller.join().unwrap_or_else(|p| resume_unwind(p)));
+            (done, told)
         })
     }
 
@@ -165,6 +191,19 @@ impl Channel {
                 Answer::Ok { offer_taken, payload } => Ok(PositiveAnswer { offer_taken, payload }),
                 Answer::Error { reason } => Err(refused(reason)),
             };
+        }
+    }
+
+    /// Reads what a destination says while it takes parts of the state: how much of each is written, or `None`, which is the
+    /// answer to the oldest unanswered message.
+    pub(crate) fn hear_of_blobs(&mut self) -> Result<Option<Vec<u64>>, Cause> {
+        let header = self.timed(Header::read)?;
+        if header.code == Command::BlobsWritten.code() {
+            return Ok(Some(self.timed(|reader| read_written(reader, header))?));
+        }
+        match self.timed(|reader| Answer::read_behind(&header, reader))? {
+            Answer::Ok { .. } => Ok(None),
+            Answer::Error { reason } => Err(refused(reason)),
         }
     }
 
@@ -240,6 +279,10 @@ impl Channel {
         if header.len_bytes > REASON_BYTES_MAX {
             return None;
         }
+        if header.code == Command::BlobsWritten.code() {
+            // Of before the failure, as an earlier answer.
+            return self.timed(|reader| read_written(reader, header)).ok().map(|_| Answer::ok());
+        }
         self.timed(|reader| Answer::read_behind(&header, reader)).ok()
     }
 
@@ -285,7 +328,7 @@ impl Channel {
 
 fn refused(reason: String) -> Cause {
     if reason.is_empty() {
-        return Cause::Refused("it gave no reason, see its log".to_string());
+        return Cause::Refused(NO_REASON.to_string());
     }
     Cause::Refused(reason)
 }

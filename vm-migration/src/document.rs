@@ -363,7 +363,7 @@ mod tests {
     fn report() -> History {
         let progress = Progress::new(Side::Destination);
         progress.has_page_server(Identity { socket: "/s".to_owned(), pid: 7 });
-        progress.fault_took(None, std::time::Duration::from_millis(1));
+        progress.fault_took(None, None, std::time::Duration::from_millis(1));
         let failure = FailureReport {
             side: Side::Destination,
             phase: Phase::Fault,

@@ -96,6 +96,14 @@ pub enum Cause {
         /// How long it was waited for.
         waited_s: u64,
     },
+    /// The state of devices does not move on.
+    #[error(
+        "no byte of a device's state was read or written for {waited_s} s: a device at one of the two sides does not go on"
+    )]
+    DeviceStands {
+        /// How long.
+        waited_s: u64,
+    },
     /// An acknowledgement that is too old to commit with: the destination may have ended by now.
     #[error(
         "the destination's acknowledgement is up to {} s old, and can be used for {} s",
@@ -110,6 +118,14 @@ pub enum Cause {
     /// A thread could not be started, or an eventfd not created.
     #[error("the host refused a resource for the migration")]
     Resource(#[source] std::io::Error),
+}
+
+impl Cause {
+    /// True when the host has no memory for a page now, and nothing has changed.
+    pub(crate) fn is_short_of_memory(&self) -> bool {
+        let Self::Uffd(UffdError::Pages { source, .. }) = self else { return false };
+        source.raw_os_error() == Some(libc::ENOMEM)
+    }
 }
 
 impl From<TransportError> for Cause {

@@ -8,8 +8,9 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
+use crate::bell::Bell;
 use crate::layout::PageRun;
 
 /// Mechanism that catches faults in postcopy.
@@ -104,6 +105,9 @@ pub enum UffdError {
         #[source]
         source: io::Error,
     },
+    /// vCPUs that wait for pages could not be woken.
+    #[error("no eventfd can be opened for a vCPU that waits for its pages")]
+    Bell(#[source] io::Error),
     /// Reading faults failed.
     #[error("userfaultfd cannot report faults")]
     Events(#[source] io::Error),
@@ -121,8 +125,8 @@ pub enum FaultWait {
 /// Gets the pages of vCPU threads whose accesses were refused.
 pub trait FaultResolver: Send + Sync {
     /// Requests a page that the calling thread needs, unless it is requested already, and returns when it is
-    /// here, or as soon as the thread is unparked: the caller then handles the reason, and calls again if it
-    /// still needs the page. `vcpu` is the vCPU index of the calling thread.
+    /// here, or as soon as the vCPU's bell rings: the caller then handles the reason, and calls again if it
+    /// still needs the page. `vcpu` is the number of the calling thread's vCPU.
     ///
     /// # Errors
     /// When the page cannot be made visible; the source has been told why.
@@ -165,10 +169,10 @@ pub trait FaultSource: Send + Sync {
     /// Number of independent queues of faults, each read by its own thread.
     fn readers(&self) -> usize;
 
-    /// Number of vCPU threads whose accesses are refused instead of waiting, and that resolve their own
-    /// faults.
-    fn vcpus(&self) -> usize {
-        0
+    /// The bells of the vCPUs whose accesses are refused instead of waiting, and whose threads resolve their own
+    /// faults; by number, where there is a vCPU of that number.
+    fn bells(&self) -> &[Option<Arc<Bell>>] {
+        &[]
     }
 
     /// Sets the resolver that those threads use from now on, for as long as it exists.
@@ -223,6 +227,15 @@ pub trait FaultSource: Send + Sync {
     /// # Errors
     /// What the host reports.
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError>;
+
+    /// The same for one host page, without waiting for memory of the host: a thread that does not get it has to be
+    /// able to do something else.
+    ///
+    /// # Errors
+    /// As [`copy_in`](Self::copy_in), and ENOMEM if it would wait; nothing has changed then.
+    fn copy_in_now(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
+        self.copy_in(run, bytes)
+    }
 
     /// Makes pages without contents present as zeros. Whole host pages only. A page that has contents keeps
     /// them and becomes visible with them.

@@ -59,6 +59,18 @@ pub struct ThreadLatency {
     pub latency_us: LatencySnapshot,
 }
 
+/// How long faults waited, counted up to some bounds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FaultWaits {
+    /// Faults up to each bound, those up to the bounds before it included.
+    pub up_to: Vec<u64>,
+    /// All faults.
+    pub count: u64,
+    /// Their waits together, in microseconds.
+    pub sum_us: u64,
+}
+
+#[derive(Clone)]
 struct OfThread {
     /// Once it was looked up.
     name: Option<String>,
@@ -66,6 +78,7 @@ struct OfThread {
 }
 
 /// All measured latencies.
+#[derive(Clone)]
 pub(crate) struct Latencies {
     all: Histogram<u64>,
     threads: BTreeMap<u32, OfThread>,
@@ -78,6 +91,11 @@ impl Latencies {
         Self { all, threads: BTreeMap::new() }
     }
 
+    /// Those of all threads, without those of each.
+    pub(crate) fn together(&self) -> Self {
+        Self { all: self.all.clone(), threads: BTreeMap::new() }
+    }
+
     /// Records a wait of `thread`, where that is known.
     pub(crate) fn record(&mut self, thread: Option<u32>, latency_us: u64) {
         self.all.saturating_record(latency_us);
@@ -85,15 +103,52 @@ impl Latencies {
         if let Some(known) = self.threads.get_mut(&id) {
             known.histogram.saturating_record(latency_us);
         } else if self.threads.len() < THREADS_MAX
-            && let Ok(mut histogram) = Histogram::new_with_max(LATENCY_MAX_US, 2)
+            && let Some(mut histogram) = thread_histogram()
         {
             histogram.saturating_record(latency_us);
             self.threads.insert(id, OfThread { name: None, histogram });
         }
     }
 
+    /// Adds the latencies that a thread has recorded by itself, to within a hundredth.
+    pub(crate) fn add(&mut self, thread: u32, name: Option<&String>, own: &Histogram<u32>) {
+        for value in own.iter_recorded() {
+            let count = value.count_at_value();
+            self.all.saturating_record_n(value.value_iterated_to(), count.into());
+        }
+        if let Some(known) = self.threads.get_mut(&thread) {
+            known.name = known.name.take().or_else(|| name.cloned());
+            for value in own.iter_recorded() {
+                known
+                    .histogram
+                    .saturating_record_n(value.value_iterated_to(), value.count_at_value());
+            }
+        } else if self.threads.len() < THREADS_MAX {
+            let (name, histogram) = (name.cloned(), own.clone());
+            self.threads.insert(thread, OfThread { name, histogram });
+        }
+    }
+
     pub(crate) fn snapshot(&self) -> LatencySnapshot {
         summary(&self.all)
+    }
+
+    /// Faults of all threads up to each of these bounds, which rise, and all faults. A wait is known as exactly as the
+    /// histogram keeps it, to a thousandth.
+    pub(crate) fn up_to(&self, bounds_us: &[u64]) -> (Vec<u64>, u64) {
+        let mut counts = vec![0; bounds_us.len()];
+        for value in self.all.iter_recorded() {
+            let bucket = bounds_us.partition_point(|bound| *bound < value.value_iterated_to());
+            if let Some(count) = counts.get_mut(bucket) {
+                *count += value.count_since_last_iteration();
+            }
+        }
+        let mut sum = 0;
+        for count in &mut counts {
+            sum += *count;
+            *count = sum;
+        }
+        (counts, self.all.len())
     }
 
     /// The distribution over all threads, without empty buckets.
@@ -145,6 +200,11 @@ impl Latencies {
     }
 }
 
+/// An empty histogram for one thread.
+pub(crate) fn thread_histogram() -> Option<Histogram<u32>> {
+    Histogram::new_with_max(LATENCY_MAX_US, 2).ok()
+}
+
 /// A duration in microseconds, saturating.
 pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
@@ -158,7 +218,8 @@ pub(crate) fn name_threads(latencies: &Mutex<Latencies>) {
     latencies.lock().set_names(names);
 }
 
-fn name_of(thread: u32) -> Option<String> {
+/// Name of a thread of this process.
+pub(crate) fn name_of(thread: u32) -> Option<String> {
     let name = std::fs::read_to_string(format!("/proc/self/task/{thread}/comm")).ok()?;
     Some(name.trim_end().to_owned())
 }
@@ -225,6 +286,18 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn waits_are_counted_up_to_each_bound(waits in prop::collection::vec(0u64..2_000, 0..200)) {
+            let mut latencies = Latencies::new();
+            for wait in &waits {
+                latencies.record(None, *wait);
+            }
+            // So small ones are kept exactly.
+            let bounds = [0, 10, 999, 1_500];
+            let expected = bounds.map(|bound| waits.iter().filter(|it| **it <= bound).count() as u64);
+            prop_assert_eq!(latencies.up_to(&bounds), (expected.to_vec(), waits.len() as u64));
+        }
+
         #[test]
         fn every_wait_is_in_one_bucket(waits in prop::collection::vec(0u64..10_000_000, 0..200)) {
             let mut latencies = Latencies::new();

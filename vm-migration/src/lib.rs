@@ -19,9 +19,13 @@
 //! | [`layout`] | guest addresses and pages; `page-bitmap` has the ownership of pages |
 //! | [`options`], [`progress`], [`history`], [`error`], [`report`] | the user's options, and what the user is shown |
 //! | `phase` | side, phase, and where the guest is |
+//! | `migration_check` | what a check of a migration says |
 //! | [`document`], `figures` | the progress document; the figures that the sides exchange at the end |
+//! | `own_figures` | what vCPUs count of their own faults |
 //! | `iovecs` | how far a vectored transfer has come |
+//! | `descriptors` | fewer connections where a process lacks descriptors |
 //! | `page_server_status` | the state of a page server in the progress document |
+//! | [`bell`] | what wakes a thread that waits for a page |
 //! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |
 //!
 //! ```no_run
@@ -59,11 +63,13 @@
 //! }
 //! ```
 
+pub mod bell;
 pub mod borders;
 pub mod cancel;
 mod channel;
 pub mod commit;
 mod cursor;
+mod descriptors;
 pub mod destination;
 pub mod document;
 pub mod error;
@@ -73,8 +79,10 @@ pub mod history;
 mod iovecs;
 mod latency;
 pub mod layout;
+mod migration_check;
 mod opening;
 pub mod options;
+mod own_figures;
 pub mod page_server;
 mod page_server_status;
 mod partial_pages;
@@ -104,11 +112,12 @@ pub use cancel::Cancel;
 pub use document::{Mode, ProgressDocument};
 pub use error::{Cause, GuestLocation, MigrationError, Side};
 pub use history::History;
+pub use migration_check::{CheckFinding, MigrationCheck, MigrationForecast};
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
     TimeoutStrategy,
 };
-pub use progress::{Event, Observer, Phase, Progress};
+pub use progress::{Event, FaultWaits, Observer, Phase, Progress};
 pub use report::FailureReport;
 pub use steering::Steering;
 pub use transport::Address;
@@ -117,6 +126,6 @@ pub use vm::VmError;
 #[cfg(any(test, feature = "testing"))]
 pub use page_server::fuzz_orders;
 #[cfg(any(test, feature = "testing"))]
-pub use protocol::message::fuzz_stream;
+pub use protocol::fuzzing::fuzz_stream;
 #[cfg(all(any(test, feature = "testing"), not(loom)))]
 pub use transport::{TlsRecordsOutcome, fuzz_tls_records, tls_records_outcome};

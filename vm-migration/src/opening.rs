@@ -3,7 +3,7 @@
 //! Opens all further connections of a set at once.
 //!
 //! Owns the concurrency: each connection is made, and sends its hello, on a separate thread with a separate
-//! time limit, so that a set takes a few round trips however large it is. If a TCP name resolves to several
+//! time limit, so that a large set takes a few round trips. If a TCP name resolves to several
 //! hosts, it uses the address that the first connection has reached.
 
 use std::panic::resume_unwind;
@@ -14,12 +14,16 @@ use parking_lot::Mutex;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::Cause;
-use crate::options::Limits;
+use crate::options::{CONNECTIONS_MAX, Limits};
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::Role;
 use crate::transport::{Address, Connection, wait_readable};
 
-/// Stack of a thread that opens a connection: small, because there may be 256 of them for a moment.
+/// Most connections that are opened at the same time: a destination drops some of those whose hello it has not read when
+/// there are more of them than this and those of some other clients.
+const AT_ONCE_MAX: usize = 2 * CONNECTIONS_MAX as usize;
+
+/// Stack of a thread that opens a connection: small, because there may be [`AT_ONCE_MAX`] of them for a moment.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Destination, token and limits of a set of connections that is being opened.
@@ -40,9 +44,16 @@ impl Opening<'_> {
     /// # Errors
     /// The first failure; the other connections are closed.
     pub(crate) fn all(&self, roles: &[Role]) -> Result<Vec<Channel>, Cause> {
-        if roles.is_empty() {
-            return Ok(Vec::new());
+        #[cfg(test)]
+        crate::descriptors::test_open(roles.len()).map_err(Cause::Resource)?;
+        let mut channels = Vec::with_capacity(roles.len());
+        for roles in roles.chunks(AT_ONCE_MAX) {
+            channels.append(&mut self.at_once(roles)?);
         }
+        Ok(channels)
+    }
+
+    fn at_once(&self, roles: &[Role]) -> Result<Vec<Channel>, Cause> {
         let stop = Cancel::new().map_err(Cause::Resource)?;
         let over = Cancel::new().map_err(Cause::Resource)?;
         let left = AtomicUsize::new(roles.len());

@@ -47,12 +47,21 @@ pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
 /// Connections for requested pages when neither the options nor the machine determine their number.
 pub const URGENT_CONNECTIONS_DEFAULT: u16 = 2;
 
-/// Most connections for requested pages that are derived from a number of vCPUs.
-pub const URGENT_CONNECTIONS_FOR_VCPUS_MAX: u16 = 8;
+/// Most connections for requested pages. A destination of a version that does not know of more than
+/// [`CONNECTIONS_MAX`] takes no more than that.
+pub const URGENT_CONNECTIONS_MAX: u16 = 512;
 
-/// Connections for requested pages for a machine with `vcpus` vCPUs.
+/// Connections for requested pages of a machine with more vCPUs than can have one each: all share these, of which each
+/// has a thread on either side.
+pub const URGENT_CONNECTIONS_SHARED: u16 = 64;
+
+/// Connections for requested pages for a machine with `vcpus` vCPUs: one for each, on which it can read its answers
+/// itself, where that many are possible.
 pub fn urgent_connections_for(vcpus: u32) -> u16 {
-    u16::try_from(vcpus).unwrap_or(u16::MAX).clamp(1, URGENT_CONNECTIONS_FOR_VCPUS_MAX)
+    match u16::try_from(vcpus) {
+        Ok(each @ 0..=URGENT_CONNECTIONS_MAX) => each.max(1),
+        _ => URGENT_CONNECTIONS_SHARED,
+    }
 }
 
 /// How long the peer of a postcopy may be silent, or keep a thread waiting for a page, before its
@@ -188,7 +197,7 @@ pub struct SendOptions {
     pub local: bool,
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
-    /// Connections for requested pages in postcopy, up to [`CONNECTIONS_MAX`]; with 0 requested
+    /// Connections for requested pages in postcopy, up to [`URGENT_CONNECTIONS_MAX`]; with 0 requested
     /// pages share the other connections, and `None` takes the number from `vcpus`.
     pub urgent_connections: Option<u16>,
     /// Number of the machine's vCPUs, if known.
@@ -239,7 +248,7 @@ pub enum OptionsError {
     #[error("local=on hands memory over without copying it: leave {0} out")]
     LocalAnd(&'static str),
     /// A number of connections out of range.
-    #[error("{name}={value} is not between {min} and {CONNECTIONS_MAX}")]
+    #[error("{name}={value} is not between {min} and {max}")]
     Connections {
         /// Name of the option.
         name: &'static str,
@@ -247,6 +256,8 @@ pub enum OptionsError {
         value: u16,
         /// The least allowed value.
         min: u16,
+        /// The greatest allowed value.
+        max: u16,
     },
     /// Compression with postcopy.
     #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
@@ -322,11 +333,13 @@ impl SendOptions {
     /// # Errors
     /// The first rule that is violated.
     pub fn check(&self) -> Result<(), OptionsError> {
-        let counts =
-            [("connections", Some(self.connections), 1), ("preempt", self.urgent_connections, 0)];
-        for (name, value, min) in counts {
-            if let Some(value) = value.filter(|value| *value < min || *value > CONNECTIONS_MAX) {
-                return Err(OptionsError::Connections { name, value, min });
+        let counts = [
+            ("connections", Some(self.connections), 1, CONNECTIONS_MAX),
+            ("preempt", self.urgent_connections, 0, URGENT_CONNECTIONS_MAX),
+        ];
+        for (name, value, min, max) in counts {
+            if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
+                return Err(OptionsError::Connections { name, value, min, max });
             }
         }
         if (1..BANDWIDTH_MIN_BYTES_PER_S).contains(&self.bandwidth_bytes_per_s) {
@@ -448,4 +461,16 @@ pub struct ReceiveOptions {
     pub prepare_threads: Option<usize>,
     /// Requests to the migration while it runs.
     pub steering: Steering,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_vcpu_has_a_connection_where_that_many_are_possible() {
+        let connections = [0, 1, 64, 160, 512, 513, u32::MAX].map(urgent_connections_for);
+        let shared = URGENT_CONNECTIONS_SHARED;
+        assert_eq!(connections, [1, 1, 64, 160, URGENT_CONNECTIONS_MAX, shared, shared]);
+    }
 }

@@ -55,7 +55,8 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub(crate) const ALL: [Self; 18] = [
+    /// All of them.
+    pub const ALL: [Self; 18] = [
         Self::Idle,
         Self::Connect,
         Self::Listen,

@@ -20,6 +20,7 @@ use crate::history::{History, PhaseEntry, RoundBegin, Sample, Timeline};
 use crate::latency::{Latencies, micros, name_threads};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
+use crate::own_figures::{Count, FiguresOfVcpus};
 use crate::page_server_status::{Identity, PageServerStatus};
 use crate::phase::Side;
 use crate::protocol::capabilities::millis;
@@ -27,7 +28,7 @@ use crate::protocol::capabilities::millis;
 pub use crate::document::{
     CompressionSnapshot, FailureReport, FaultSnapshot, ProgressDocument, RecoverySnapshot,
 };
-pub use crate::latency::LatencySnapshot;
+pub use crate::latency::{FaultWaits, LatencySnapshot};
 pub use crate::phase::Phase;
 
 /// An event of a migration.
@@ -109,6 +110,28 @@ pub(crate) struct Counters {
     pub urgent_bytes_per_s: AtomicU64,
     pub losses: AtomicU32,
     pub recoveries: AtomicU32,
+    /// vCPUs of the guest; 0 while that is not known. In no document.
+    pub guest_vcpus: AtomicU32,
+}
+
+impl Counters {
+    /// The counter; none for what is subtracted from `remaining_bytes`.
+    fn of(&self, what: Count) -> Option<&AtomicU64> {
+        Some(match what {
+            Count::Faults => &self.faults,
+            Count::Requested => &self.faults_requested,
+            Count::Merged => &self.faults_merged,
+            Count::Local => &self.faults_local,
+            Count::Elsewhere => &self.faults_elsewhere,
+            Count::UrgentPages => &self.urgent_pages,
+            Count::BulkPages => &self.bulk_pages,
+            Count::PrefetchedPages => &self.prefetched_pages,
+            Count::WaitedMicros => &self.fault_wait_us,
+            Count::ReceivedBytes => &self.memory_bytes_received,
+            Count::ZeroPages => &self.zero_pages,
+            Count::ArrivedBytes => return None,
+        })
+    }
 }
 
 /// The visible state of a running migration. Shared by all its threads and all watching clients.
@@ -136,8 +159,10 @@ pub struct Progress {
     reconnects_until: Mutex<Option<Instant>>,
     /// The process that sends the remaining pages.
     pub(crate) page_server: PageServerStatus,
-    /// Latencies of faults that waited for the peer. Locked for one addition or one copy.
+    /// Latencies of faults that waited for the peer, but for those in `own`. Locked for one addition or one copy.
     latency: Mutex<Latencies>,
+    /// Counted by vCPUs that resolve their own faults, in addition to `counters`.
+    own: FiguresOfVcpus,
     /// Recorded for the report. Locked for one entry or one copy.
     course: Mutex<Timeline>,
 }
@@ -181,6 +206,7 @@ impl Progress {
             reconnects_until: Mutex::new(None),
             page_server: PageServerStatus::default(),
             latency: Mutex::new(Latencies::new()),
+            own: FiguresOfVcpus::default(),
             course: Mutex::new(Timeline::new()),
         }
     }
@@ -274,7 +300,7 @@ impl Progress {
             self.counters.remaining_bytes.set(0);
         }
         // As long as its threads are there.
-        name_threads(&self.latency);
+        self.name_threads();
         self.note_sample(true);
         self.enter(phase);
     }
@@ -310,14 +336,14 @@ impl Progress {
 
     /// Records a sample for the report, if one is due.
     pub(crate) fn note_sample(&self, is_last: bool) {
-        let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
+        let received = self.total(Count::ReceivedBytes);
         let sample = Sample {
             at_ms: self.elapsed_ms(),
-            remaining_bytes: c.remaining_bytes.get(),
-            moved_bytes: get(&c.memory_bytes_sent).max(get(&c.memory_bytes_received)),
-            faults: get(&c.faults),
-            urgent_pages: get(&c.urgent_pages) + get(&c.prefetched_pages),
+            remaining_bytes: self.remaining_bytes(),
+            moved_bytes: c.memory_bytes_sent.load(Relaxed).max(received),
+            faults: self.total(Count::Faults),
+            urgent_pages: self.pages_moved().1,
         };
         if is_last {
             self.course.lock().sample(sample, true);
@@ -356,15 +382,13 @@ impl Progress {
 
     /// Pages of 4 KiB that were sent or received in the background, and on request.
     pub(crate) fn pages_moved(&self) -> (u64, u64) {
-        let get = |counter: &AtomicU64| counter.load(Relaxed);
-        let c = &self.counters;
-        (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
+        let urgent = self.total(Count::UrgentPages) + self.total(Count::PrefetchedPages);
+        (self.total(Count::BulkPages), urgent)
     }
 
     /// Pages of 4 KiB that have arrived, including those of large pages that are not complete.
     pub(crate) fn pages_come(&self) -> u64 {
-        let c = &self.counters;
-        c.memory_bytes_received.load(Relaxed) / PAGE_BYTES + c.zero_pages.load(Relaxed)
+        self.total(Count::ReceivedBytes) / PAGE_BYTES + self.total(Count::ZeroPages)
     }
 
     /// Counts memory that was sent compressed.
@@ -391,11 +415,71 @@ impl Progress {
         let _ = self.fault_source.set(kind);
     }
 
-    pub(crate) fn fault_took(&self, thread: Option<u32>, latency: Duration) {
+    /// Sets how many vCPUs count for themselves from now on.
+    pub(crate) fn vcpus_count(&self, vcpus: usize) {
+        self.own.begin(vcpus);
+    }
+
+    /// Notes the thread of a vCPU, on it.
+    pub(crate) fn is_thread_of(&self, vcpu: usize, thread: Option<u32>) {
+        self.own.is_thread_of(vcpu, thread);
+    }
+
+    /// Counts, on the thread of this vCPU if it is one's.
+    pub(crate) fn count(&self, vcpu: Option<usize>, what: Count, by: u64) {
+        if vcpu.is_some_and(|vcpu| self.own.count(vcpu, what, by)) {
+            return;
+        }
+        match self.counters.of(what) {
+            Some(counter) => drop(counter.fetch_add(by, Relaxed)),
+            None => self.sent_down(by),
+        }
+    }
+
+    /// What all threads have counted.
+    pub(crate) fn total(&self, what: Count) -> u64 {
+        let common = self.counters.of(what).map_or(0, |counter| counter.load(Relaxed));
+        common.saturating_add(self.own.sum(what))
+    }
+
+    fn remaining_bytes(&self) -> Option<u64> {
+        let left = self.counters.remaining_bytes.get()?;
+        Some(left.saturating_sub(self.own.sum(Count::ArrivedBytes)))
+    }
+
+    pub(crate) fn fault_took(&self, vcpu: Option<usize>, thread: Option<u32>, latency: Duration) {
         let latency_us = micros(latency);
-        self.counters.fault_wait_us.fetch_add(latency_us, Relaxed);
+        self.count(vcpu, Count::WaitedMicros, latency_us);
+        if vcpu.is_some_and(|vcpu| self.own.record(vcpu, thread, latency_us)) {
+            return;
+        }
         let mut latencies = self.latency.lock();
         latencies.record(thread, latency_us);
+    }
+
+    /// How long faults waited for the peer, up to each of these bounds, which rise. Locks as a snapshot does.
+    pub fn fault_waits(&self, bounds_us: &[u64]) -> FaultWaits {
+        let (up_to, count) = self.latencies_together().up_to(bounds_us);
+        FaultWaits { up_to, count, sum_us: self.total(Count::WaitedMicros) }
+    }
+
+    fn name_threads(&self) {
+        name_threads(&self.latency);
+        self.own.name_threads();
+    }
+
+    /// The latencies of all threads together, without those of each.
+    fn latencies_together(&self) -> Latencies {
+        let mut all = self.latency.lock().together();
+        self.own.add_to(&mut all);
+        all
+    }
+
+    /// The latencies of all threads.
+    fn all_latencies(&self) -> Latencies {
+        let mut all = self.latency.lock().clone();
+        self.own.add_to(&mut all);
+        all
     }
 
     /// Everything recorded, for a report.
@@ -406,8 +490,8 @@ impl Progress {
         drop(course);
         let peer = self.peer.lock().course.clone();
         let rounds = if own.is_empty() { peer.unwrap_or_default() } else { own };
-        name_threads(&self.latency);
-        let latencies = self.latency.lock();
+        self.name_threads();
+        let latencies = self.all_latencies();
         let (latency, threads) = (latencies.buckets(), latencies.threads());
         History { progress, phases, timeline, rounds, latency, threads }
     }
@@ -424,7 +508,8 @@ impl Progress {
         let met = |own: u64, told: Option<u64>| if is_destination { Some(own) } else { told };
         let known = |own: &Known, told: Option<u64>| own.get().or(told);
         let rate = get(&c.bulk_bytes_per_s) + get(&c.urgent_bytes_per_s);
-        let remaining = c.remaining_bytes.get();
+        let remaining = self.remaining_bytes();
+        let total = |what| self.total(what);
         let remaining_ms = remaining.map(|left| (left / 1000).saturating_mul(1_000_000));
         let began = self.started.get().map(|(_, at)| at.duration_since(UNIX_EPOCH));
         ProgressDocument {
@@ -439,8 +524,8 @@ impl Progress {
             total_bytes: c.total_bytes.get(),
             remaining_bytes: remaining,
             memory_bytes_sent: sent(get(&c.memory_bytes_sent), peer.memory_bytes_sent),
-            memory_bytes_received: met(get(&c.memory_bytes_received), peer.memory_bytes_received),
-            zero_pages: get(&c.zero_pages),
+            memory_bytes_received: met(total(Count::ReceivedBytes), peer.memory_bytes_received),
+            zero_pages: total(Count::ZeroPages),
             free_pages: sent(get(&c.free_pages), peer.free_pages),
             link_bytes_per_s: known(&c.link_bytes_per_s, peer.link_bytes_per_s),
             dirty_bytes_per_s: known(&c.dirty_bytes_per_s, peer.dirty_bytes_per_s),
@@ -467,18 +552,18 @@ impl Progress {
             },
             faults: FaultSnapshot {
                 source: self.fault_source.get().copied(),
-                seen: met(get(&c.faults), peer.faults),
-                requested: met(get(&c.faults_requested), peer.faults_requested),
-                merged: met(get(&c.faults_merged), peer.faults_merged),
-                local: met(get(&c.faults_local), peer.faults_local),
-                elsewhere: met(get(&c.faults_elsewhere), peer.faults_elsewhere),
-                urgent_pages: get(&c.urgent_pages),
-                bulk_pages: get(&c.bulk_pages),
-                prefetched_pages: get(&c.prefetched_pages),
+                seen: met(total(Count::Faults), peer.faults),
+                requested: met(total(Count::Requested), peer.faults_requested),
+                merged: met(total(Count::Merged), peer.faults_merged),
+                local: met(total(Count::Local), peer.faults_local),
+                elsewhere: met(total(Count::Elsewhere), peer.faults_elsewhere),
+                urgent_pages: total(Count::UrgentPages),
+                bulk_pages: total(Count::BulkPages),
+                prefetched_pages: total(Count::PrefetchedPages),
                 bulk_bytes_per_s: get(&c.bulk_bytes_per_s),
                 urgent_bytes_per_s: get(&c.urgent_bytes_per_s),
                 remaining_ms: remaining_ms.and_then(|left| left.checked_div(rate)),
-                waited_us: met(get(&c.fault_wait_us), peer.waited_us),
+                waited_us: met(total(Count::WaitedMicros), peer.waited_us),
                 latency_us: if is_source { peer.latency_us } else { Some(self.latencies()) },
             },
             page_server: self.page_server.snapshot(),
@@ -508,6 +593,6 @@ impl Progress {
     }
 
     fn latencies(&self) -> LatencySnapshot {
-        self.latency.lock().snapshot()
+        self.latencies_together().snapshot()
     }
 }

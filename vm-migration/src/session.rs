@@ -57,8 +57,8 @@ impl SessionState {
 pub(crate) enum Urgency {
     /// Another thread waits for its work.
     Now,
-    /// It works in the background.
-    Later,
+    /// It is one of so many threads that work in the background, on a host on which so many vCPUs of the guest run.
+    Later { vcpus: u32, threads: u32 },
 }
 
 /// The threads of a set of connections. Dropping it ends them.
@@ -103,7 +103,10 @@ impl Session {
         let builder = match urgency {
             // A thread of the VMM has no capability for it afterwards.
             Urgency::Now => builder.before_hook(hurry),
-            Urgency::Later => builder,
+            Urgency::Later { vcpus, threads } => match nice_for(vcpus, threads, processors()) {
+                0 => builder,
+                nice => builder.before_hook(move || be_nice(nice)),
+            },
         };
         let thread = StoppableThread::build(builder, move || stop.cancel(), body);
         self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
@@ -136,18 +139,46 @@ fn test_short_of_descriptors() -> std::io::Result<()> {
     if left > 0 { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) } else { Ok(()) }
 }
 
+/// The niceness with which those threads of the background that share a processor get about as much of it together as
+/// the guest's vCPUs that do: as a thread among many each would get next to nothing, and the guest would wait for each of
+/// its pages. 0, as for any thread, where there are no more vCPUs than processors, or than threads that have to share.
+fn nice_for(vcpus: u32, threads: u32, processors: u32) -> libc::c_int {
+    /// The scheduler gives a thread so much more for each step.
+    const STEP: f64 = 1.25;
+    let mut share = f64::from(processors.max(threads).max(1)) * STEP;
+    let mut nice = 0;
+    while share <= f64::from(vcpus) && nice > NICE_MIN {
+        share *= STEP;
+        nice -= 1;
+    }
+    nice
+}
+
+/// Processors that this process may use; 1 if that is not known.
+fn processors() -> u32 {
+    let known = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(known).unwrap_or(u32::MAX)
+}
+
+/// Sets the niceness of the calling thread, as far as this process may.
+fn be_nice(nice: libc::c_int) {
+    // SAFETY: changes how the calling thread, which 0 stands for, is scheduled, and touches no memory.
+    let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
+}
+
+/// The niceness of a thread that is to go before all others that are scheduled by it.
+const NICE_MIN: libc::c_int = -19;
+
 /// Gives the calling thread a high scheduling priority, as far as this process may: it sleeps most of the
 /// time, and a vCPU waits for it when it wakes. Without the permission nothing changes.
 fn hurry() {
-    const NICE: libc::c_int = -19;
     let priority = libc::sched_param { sched_priority: 1 };
     // SAFETY: changes how the calling thread is scheduled and touches no memory but `priority`.
     let real_time = unsafe {
         libc::sched_setscheduler(0, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, &raw const priority)
     };
     if real_time != 0 {
-        // SAFETY: as above; 0 is the calling thread.
-        let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+        be_nice(NICE_MIN);
     }
 }
 
@@ -184,5 +215,37 @@ impl Rates {
             counters.urgent_bytes_per_s.store(rate(urgent, before.1), Ordering::Relaxed);
         }
         self.samples.push_back((now, (bulk, urgent)));
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_background_weighs_as_much_as_the_vcpus_that_share_its_processor() {
+        for (vcpus, processors) in [(0, 2), (0, 0), (1, 1), (2, 2), (64, 64), (160, 256)] {
+            assert_eq!(nice_for(vcpus, 1, processors), 0, "{vcpus} on {processors}");
+        }
+        assert_eq!(nice_for(2, 1, 0), nice_for(2, 1, 1), "at least one");
+        assert_eq!([3, 4, 16, 64].map(|vcpus| nice_for(vcpus, 1, 2)), [-1, -3, -9, -15]);
+        assert_eq!([160, u32::MAX].map(|vcpus| nice_for(vcpus, 1, 2)), [NICE_MIN; 2]);
+    }
+
+    #[test]
+    fn threads_of_the_background_that_share_a_processor_weigh_that_together() {
+        for threads in [0, 1, 2] {
+            assert_eq!(nice_for(64, threads, 2), -15, "{threads} have a processor each");
+        }
+        assert_eq!(
+            [4, 8, 32, 64, 128].map(|threads| nice_for(64, threads, 2)),
+            [-12, -9, -3, 0, 0]
+        );
+        // A step is a quarter: the sum is that of the vCPUs, or less by a step.
+        for (vcpus, threads, processors) in [(64, 4, 2), (160, 16, 8), (100, 7, 3)] {
+            let each = 1.25_f64.powi(-nice_for(vcpus, threads, processors));
+            let (all, of_vcpus) = (each * f64::from(threads), f64::from(vcpus));
+            assert!((of_vcpus / 1.25..=of_vcpus).contains(&all), "{all} against {of_vcpus}");
+        }
     }
 }

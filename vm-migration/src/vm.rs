@@ -21,6 +21,8 @@ use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 
 pub use crate::error::VmError;
+pub use crate::protocol::blobs::{BLOB_BYTES_MAX, BlobInfo};
+pub use crate::protocol::check::CheckFindings;
 
 /// Longest machine state in bytes: no destination and no snapshot takes more. A machine whose state may be
 /// longer refuses to be moved before its guest stops.
@@ -97,6 +99,24 @@ pub enum PlainPeer {
     Other(Borders),
 }
 
+/// A part of the state of a paused machine that is read as bytes. Dropping it ends the reading, at its end or before.
+pub trait BlobSource: Send {
+    /// Reads the next bytes, at least one; none at the end.
+    ///
+    /// # Errors
+    /// Names the device.
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, VmError>;
+}
+
+/// What takes such bytes at the destination.
+pub trait BlobSink: Send + Sync {
+    /// Writes the next bytes. Not called by two threads at once.
+    ///
+    /// # Errors
+    /// Names the device.
+    fn write(&self, bytes: &[u8]) -> Result<(), VmError>;
+}
+
 /// A machine on the source whose guest may run.
 pub trait SourceVm: Sized + Send {
     /// Type of its memory.
@@ -129,6 +149,21 @@ pub trait SourceVm: Sized + Send {
     /// Why this machine cannot be moved there.
     fn meet_plain(&mut self) -> Result<PlainPeer, VmError> {
         Ok(PlainPeer::Own)
+    }
+
+    /// The parts of its state that are too long for the document. With `apart` they will be sent as bytes beside it, and are
+    /// returned; otherwise they have to be in it. Called once, before the configuration is requested.
+    ///
+    /// # Errors
+    /// Names what is too long to be sent like that.
+    fn blobs(&mut self, apart: bool) -> Result<Vec<BlobInfo>, VmError> {
+        let _ = apart;
+        Ok(Vec::new())
+    }
+
+    /// How long they are together now, as far as that is known, however they are sent.
+    fn blob_bytes(&self) -> u64 {
+        0
     }
 
     /// Its memory, which stays mapped as long as a reference is held, also after the handover.
@@ -165,8 +200,8 @@ pub trait SourceVm: Sized + Send {
         Ok(None)
     }
 
-    /// Estimated downtime that does not depend on memory: pause, writing back disks, saving the state,
-    /// restoring it at a similar destination, and start. Rather too long; requested before each decision
+    /// Estimated downtime that does not depend on memory: pause, writing back disks, saving the state
+    /// without its [`blobs`](Self::blobs), restoring it at a similar destination, and start. Rather too long; requested before each decision
     /// about the stop.
     fn switch_over_time(&self) -> Duration {
         SWITCH_OVER_DEFAULT
@@ -204,11 +239,20 @@ pub trait PausedVm: Sized + Send {
     /// True when the guest ran before the migration paused it: the destination then starts it.
     fn ran_before(&self) -> bool;
 
-    /// The state of all devices and vCPUs.
+    /// Begins to read the parts of the state that are sent beside it: those of [`SourceVm::blobs`], in order. Called once,
+    /// and only if there are any.
+    ///
+    /// # Errors
+    /// Names the device.
+    fn open_blobs(&mut self) -> Result<Vec<Box<dyn BlobSource>>, VmError> {
+        Ok(Vec::new())
+    }
+
+    /// The state of all devices and vCPUs. Parts of these lengths were sent beside it and are not in it.
     ///
     /// # Errors
     /// Names the device or vCPU.
-    fn state_json(&mut self) -> Result<Vec<u8>, VmError>;
+    fn state_json(&mut self, blobs: &[u64]) -> Result<Vec<u8>, VmError>;
 
     /// Releases the resources that only one side may hold: disk locks, taps. Called once, right before the
     /// destination takes them. [`resume`](Self::resume) takes them again.
@@ -237,6 +281,24 @@ pub struct GivenMemory {
     pub file: File,
 }
 
+/// What a source says of the migration that it asks about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AskedMigration {
+    /// When memory would be sent.
+    pub mode: MemoryMode,
+    /// Memory would be handed over as files.
+    pub local: bool,
+    /// Bytes of memory that would be moved.
+    pub move_bytes: u64,
+}
+
+/// Finds out what an arrival would fail with, without one: nothing is allocated, changed or locked. Asked on a thread of its
+/// own, with documents of a peer that is not trusted.
+pub trait ArrivalCheck: Send + Sync {
+    /// Everything that is lacking for a machine of this configuration.
+    fn findings(&self, config_json: &[u8], asked: AskedMigration) -> CheckFindings;
+}
+
 /// Builds the machine on the destination.
 pub trait DestinationBuilder: Send {
     /// The built machine.
@@ -247,6 +309,11 @@ pub trait DestinationBuilder: Send {
     /// The newest format versions of configuration and state that it reads.
     fn formats(&self) -> Formats {
         Formats::default()
+    }
+
+    /// What answers checks of migrations while this builder waits for one, if anything does.
+    fn check(&self) -> Option<Arc<dyn ArrivalCheck>> {
+        None
     }
 
     /// Maps the machine's memory without populating it; it may be memory that is populated with zeros already. The
@@ -301,6 +368,11 @@ pub trait DestinationVm: Sized + Send + 'static {
     /// The machine when the guest runs (or is paused by its user, as it was at the source).
     type Running: Send;
 
+    /// vCPUs that may run; 0 if that is not known.
+    fn vcpus(&self) -> u32 {
+        0
+    }
+
     /// A better way than userfaultfd to catch accesses to missing pages, if there is one.
     ///
     /// # Errors
@@ -318,6 +390,17 @@ pub trait DestinationVm: Sized + Send + 'static {
     fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         let _ = is_cancelled;
         Ok(())
+    }
+
+    /// Prepares to take these parts of the state, and returns what takes the bytes of each, in order. Called at most once,
+    /// when it is ready, with the guest still running at the source; [`apply_state`](Self::apply_state) follows when
+    /// all of them have come.
+    ///
+    /// # Errors
+    /// Names the device that is not here, or that cannot take that state; the text is shown at the source.
+    fn open_blobs(&mut self, blobs: &[BlobInfo]) -> Result<Vec<Box<dyn BlobSink>>, VmError> {
+        let _ = blobs;
+        Ok(Vec::new())
     }
 
     /// Restores device and vCPU state. With postcopy, memory that this touches arrives on demand. Everything

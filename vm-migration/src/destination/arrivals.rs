@@ -41,7 +41,7 @@ pub(super) const FIRST_PAYLOAD_BYTES_MAX: usize = 64;
 const HELLO_BYTES_MAX: usize = HEADER_BYTES + FIRST_PAYLOAD_BYTES_MAX;
 
 /// The refusal, sent without TLS, of a connection without TLS where TLS is required.
-const NEEDS_TLS: &str =
+pub(crate) const NEEDS_TLS: &str =
     "connections to this destination use TLS: give tls_dir to send-migration as well";
 
 /// The refusal, sent without TLS, of a connection with TLS where TLS is not used. The peer sees that it is

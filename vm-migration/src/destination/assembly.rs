@@ -7,11 +7,10 @@
 //! that the guest can already access. `partial_pages` tracks the pieces, and `destination::engine` decides
 //! what an arrival means.
 
-use std::sync::atomic::Ordering;
-
 use super::engine::{Engine, NOT_MISSING, Via};
 use crate::error::Cause;
 use crate::layout::PageRun;
+use crate::own_figures::Count;
 use crate::partial_pages::PartialPages;
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::ByteSource;
@@ -39,9 +38,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
         let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
         from.read_guest(&slices)?;
-        let received = &self.progress.counters.memory_bytes_received;
         for run in runs {
-            received.fetch_add(run.len_bytes(), Ordering::Relaxed);
+            self.progress.count(via.vcpu(), Count::ReceivedBytes, run.len_bytes());
             self.put(*run, via, true)?;
         }
         Ok(())

@@ -5,11 +5,13 @@
 //! Owns the ways in which contents of whole units get to their place: through a buffer, or received there. Must never
 //! show the guest a page of which a part is missing.
 
-use std::sync::atomic::Ordering;
+use std::collections::VecDeque;
 
 use super::engine::{Engine, Via};
+use super::tables::locate;
 use crate::error::Cause;
 use crate::layout::{GpaRange, PageRun, to_usize};
+use crate::own_figures::Count;
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::ByteSource;
 
@@ -20,6 +22,9 @@ const SMALL_BYTES: u64 = 128 << 10;
 
 /// Pages that the copying path buffers at once, rounded up to a whole unit.
 const COPY_PAGES: u64 = 256;
+
+/// Pages of an answer that are placed together, like those that a source sends together.
+const CONTENTS_PAGES_MAX: u64 = 16;
 
 impl<M: GuestMemoryMap> Engine<M> {
     /// Receives contents and makes them visible to the guest. `scratch` is a buffer of the receiving thread
@@ -62,17 +67,14 @@ impl<M: GuestMemoryMap> Engine<M> {
         let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
         if bytes <= SMALL_BYTES && runs.iter().all(|run| self.copies_small(run)) {
             let len = to_usize(bytes);
+            if let Some(lent) = from.lend(len) {
+                return self.put_units(runs, lent, via);
+            }
             if scratch.len() < len {
                 scratch.resize(len, 0);
             }
-            let mut left = &mut scratch[..len];
-            from.read_exact(left)?;
-            for run in runs {
-                let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
-                self.source.copy_in(*run, piece)?;
-                self.has_come(*run, via)?;
-                left = rest;
-            }
+            from.read_exact(&mut scratch[..len])?;
+            self.put_units(runs, &scratch[..len], via)?;
         } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
             if let Err(error) = from.read_guest(&slices) {
@@ -93,10 +95,60 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
+    /// Copies the contents of whole units to their places.
+    fn put_units(&self, runs: &[PageRun], bytes: &[u8], via: Via) -> Result<(), Cause> {
+        let mut left = bytes;
+        for run in runs {
+            let (piece, rest) = left.split_at(to_usize(run.len_bytes()));
+            self.place(*run, piece, via)?;
+            left = rest;
+        }
+        Ok(())
+    }
+
+    /// Copies contents to their place. A vCPU's thread does not wait for memory of the host.
+    fn place(&self, run: PageRun, bytes: &[u8], via: Via) -> Result<(), Cause> {
+        match via {
+            Via::Own(_) => self.source.copy_in_now(run, bytes)?,
+            Via::Bulk | Via::Urgent => self.source.copy_in(run, bytes)?,
+        }
+        self.has_come(run, via)
+    }
+
+    /// The first of the contents that `ranges` still bring which are taken together, and their length: at most
+    /// [`CONTENTS_PAGES_MAX`], and at least one unit. On the thread of a vCPU it is one, so that nothing of it has
+    /// changed if the host has no memory for it.
+    pub(super) fn next_contents(
+        &self,
+        ranges: &VecDeque<GpaRange>,
+        via: Via,
+    ) -> Result<(Vec<GpaRange>, usize), Cause> {
+        let mut room = if via.vcpu().is_some() { 1 } else { CONTENTS_PAGES_MAX };
+        let (mut taken, mut bytes) = (Vec::new(), 0_u64);
+        for range in ranges {
+            let [run] = locate(self.memory.layout(), std::slice::from_ref(range))?[..] else {
+                break;
+            };
+            let step = if self.in_pieces(&run) { 1 } else { self.unit_pages[run.region] };
+            let count = run.count.min(room.max(step) / step * step);
+            if count > room && !taken.is_empty() {
+                break;
+            }
+            let piece = PageRun { count, ..run };
+            taken.push(self.memory.layout().range_of(piece));
+            bytes = bytes.saturating_add(piece.len_bytes());
+            room = room.saturating_sub(count);
+            if room == 0 || count < run.count {
+                break;
+            }
+        }
+        Ok((taken, to_usize(bytes)))
+    }
+
     /// Marks a run as resident. The guest sees the contents and has been woken, so it may write them from now
     /// on: they are not missing any more, whatever happens to the rest of the message.
     fn has_come(&self, run: PageRun, via: Via) -> Result<(), Cause> {
-        self.progress.counters.memory_bytes_received.fetch_add(run.len_bytes(), Ordering::Relaxed);
+        self.progress.count(via.vcpu(), Count::ReceivedBytes, run.len_bytes());
         self.memory.mark_resident(run);
         self.arrived(run, via, |_, _| Ok(()))
     }
@@ -111,8 +163,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             let piece = PageRun { region: run.region, first, count: step.min(run.end() - first) };
             buffer.resize(to_usize(piece.len_bytes()), 0);
             from.read_exact(&mut buffer)?;
-            self.source.copy_in(piece, &buffer)?;
-            self.has_come(piece, via)?;
+            self.place(piece, &buffer, via)?;
             first = piece.end();
         }
         Ok(())
@@ -132,7 +183,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Takes pages of zeros. They stay holes unless a thread waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
-            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
+            self.progress.count(via.vcpu(), Count::ZeroPages, run.count);
             if self.in_pieces(&run) {
                 self.take_zero_pieces(run, via)?;
                 continue;

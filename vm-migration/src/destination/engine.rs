@@ -17,11 +17,12 @@ use parking_lot::Mutex;
 use super::demand::{Demand, FaultLookup};
 use super::stale::{Stale, mark_absent};
 use super::tables::locate;
-use super::waiters::Waiters;
+use super::waiters::{Waiters, Waiting};
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
 use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun};
+use crate::own_figures::Count;
 use crate::partial_pages::PartialPages;
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
@@ -42,8 +43,17 @@ const AROUND_PAGES: u64 = 64;
 pub(crate) enum Via {
     /// Sent in the background.
     Bulk,
-    /// Sent on request.
+    /// Sent on request, and received by a thread that does not wait for them.
     Urgent,
+    /// Received by the thread of this vCPU, which waits for a page.
+    Own(usize),
+}
+
+impl Via {
+    /// The vCPU whose thread it is.
+    pub(super) fn vcpu(self) -> Option<usize> {
+        if let Self::Own(vcpu) = self { Some(vcpu) } else { None }
+    }
 }
 
 /// State of all missing memory.
@@ -60,7 +70,7 @@ pub(crate) struct Engine<M> {
     /// when that happens, and while there is no connection.
     pub(super) torn: Mutex<Vec<PageRun>>,
     /// Missing units in all regions.
-    left: AtomicU64,
+    left: Left,
     /// Readable once nothing is missing.
     complete: Cancel,
     /// Readable once the engine itself failed, or its threads are to end for good.
@@ -71,6 +81,10 @@ pub(crate) struct Engine<M> {
     waiters: Waiters,
     pub(super) progress: Arc<Progress>,
 }
+
+/// Every arrival changes it, so it shares no cache line with what faults look at.
+#[repr(align(128))]
+struct Left(AtomicU64);
 
 /// Outcome of the engine so far.
 #[derive(Default)]
@@ -136,14 +150,15 @@ impl<M: GuestMemoryMap> Engine<M> {
             missing_bytes += map.count() * unit * PAGE_BYTES;
         }
         progress.counters.remaining_bytes.set(missing_bytes);
+        progress.vcpus_count(source.bells().len());
         let engine = Self {
-            waiters: Waiters::new(source.vcpus()),
+            waiters: Waiters::new(source.bells()),
             source,
             demand: Demand::new(missing),
             pieces,
             unit_pages,
             torn: Mutex::default(),
-            left: AtomicU64::new(left),
+            left: Left(AtomicU64::new(left)),
             complete: Cancel::new().map_err(Cause::Resource)?,
             failed: Cancel::new().map_err(Cause::Resource)?,
             fate: Mutex::default(),
@@ -204,6 +219,13 @@ impl<M: GuestMemoryMap> Engine<M> {
             log::warn!("{error}");
         }
         self.failed.cancel();
+        drop(fate);
+        self.wake_vcpus();
+    }
+
+    /// Rings for all vCPUs that wait for a page: what they wait on may have ended.
+    pub(super) fn wake_vcpus(&self) {
+        self.waiters.wake_all();
     }
 
     /// From here on the guest may run on this memory: a failure makes it wait instead of ending the wait.
@@ -254,54 +276,67 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Looks faults up and returns the ranges to request from the source. All others have been resolved here
     /// or are requested already.
     pub(crate) fn take_faults(&self, faults: &[Fault]) -> Result<Vec<GpaRange>, Cause> {
-        let counters = &self.progress.counters;
+        self.take_faults_of(None, faults)
+    }
+
+    /// The same on the thread of a vCPU.
+    fn take_faults_of(
+        &self,
+        vcpu: Option<usize>,
+        faults: &[Fault],
+    ) -> Result<Vec<GpaRange>, Cause> {
         let mut ask = Vec::new();
         for fault in faults {
-            counters.faults.fetch_add(1, Ordering::Relaxed);
+            self.progress.count(vcpu, Count::Faults, 1);
             let region = fault.region;
             let index = fault.page / self.unit_pages[region];
             let run = self.pages_of(region, index);
             match self.demand.fault(region, index, fault.thread) {
                 FaultLookup::Present => {
                     // It has just arrived, or was never sent because it is zero.
-                    counters.faults_local.fetch_add(1, Ordering::Relaxed);
+                    self.progress.count(vcpu, Count::Local, 1);
                     self.show(region, index)?;
                     self.show_around(region, index);
                 }
                 FaultLookup::First => {
-                    counters.faults_requested.fetch_add(1, Ordering::Relaxed);
+                    self.progress.count(vcpu, Count::Requested, 1);
                     ask.push(self.memory.layout().range_of(run));
                 }
-                FaultLookup::Repeated => {
-                    counters.faults_merged.fetch_add(1, Ordering::Relaxed);
-                }
+                FaultLookup::Repeated => self.progress.count(vcpu, Count::Merged, 1),
             }
         }
         Ok(ask)
     }
 
-    /// Resolves the fault of a vCPU thread: lets `ask` send the request, if one is due, and sleeps until the
-    /// page is here or the thread is unparked.
+    /// Resolves the fault of a vCPU thread: lets `ask` send the request, if one is due, and then `wait` until the
+    /// page is here (which it can look up, and which it may be already) or the vCPU's bell rings.
     ///
     /// # Errors
     /// As [`take_faults`](Self::take_faults).
-    pub(crate) fn resolve(
+    pub(crate) fn resolve<A>(
         &self,
         vcpu: usize,
         fault: Fault,
-        ask: impl FnOnce(Vec<GpaRange>),
+        ask: impl FnOnce(Vec<GpaRange>) -> A,
+        wait: impl FnOnce(A, &Waiting<'_>, &dyn Fn() -> bool),
     ) -> Result<(), Cause> {
         let index = fault.page / self.unit_pages[fault.region];
-        let Some(waiter) = self.waiters.register(vcpu, fault.region, index) else {
-            let what =
-                format!("thread {vcpu} brings pages, which only {} may", self.source.vcpus());
+        let Some(waiting) = self.waiters.register(vcpu, fault.region, index) else {
+            let what = format!("thread {vcpu} brings pages and is none of those that may");
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
-        ask(self.take_faults(&[fault])?);
-        if self.demand.is_missing(fault.region, index) {
-            waiter.park();
-        }
+        self.progress.is_thread_of(vcpu, fault.thread);
+        let asked = ask(self.take_faults_of(Some(vcpu), &[fault])?);
+        wait(asked, &waiting, &|| self.demand.is_missing(fault.region, index));
         Ok(())
+    }
+
+    /// True when a page of a range that was asked for has not come.
+    pub(super) fn is_any_missing(&self, range: GpaRange) -> bool {
+        let Ok(run) = self.memory.layout().locate(range) else { return false };
+        let unit = self.unit_pages[run.region];
+        let units = run.first / unit..run.end().div_ceil(unit);
+        self.missing()[run.region].runs_in(units).next().is_some()
     }
 
     pub(super) fn pages_of(&self, region: usize, index: u64) -> PageRun {
@@ -393,11 +428,11 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Handles the source's reply that requested pages are sent on another connection. If they have arrived
     /// meanwhile, the waiting thread is woken to check again; otherwise their arrival wakes it.
-    pub(crate) fn expect_on_other_connection(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
+    pub(super) fn expect_elsewhere(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in locate(self.memory.layout(), ranges)? {
             let unit = self.unit_pages[run.region];
             for index in run.first / unit..run.end().div_ceil(unit) {
-                self.progress.counters.faults_elsewhere.fetch_add(1, Ordering::Relaxed);
+                self.progress.count(via.vcpu(), Count::Elsewhere, 1);
                 let waited_for = self.demand.is_wanted(run.region, index);
                 if waited_for && !self.demand.is_missing(run.region, index) {
                     self.show(run.region, index)?;
@@ -438,24 +473,21 @@ impl<M: GuestMemoryMap> Engine<M> {
         let (first, count) = (run.first / unit, run.count / unit);
         let here = |index| {
             wake(run.region, index)?;
-            self.waiters.wake(run.region, index);
+            self.waiters.wake(run.region, index, via.vcpu());
             Ok::<_, Cause>(())
         };
-        let waited = |thread, took| self.progress.fault_took(thread, took);
+        let progress = &self.progress;
+        let waited = |thread, took| progress.fault_took(via.vcpu(), thread, took);
         let arrival = self.demand.arrive((run.region, first, count), here, waited)?;
         let wanted = arrival.wanted * unit;
-        let counters = &self.progress.counters;
-        match via {
-            Via::Bulk => {
-                counters.bulk_pages.fetch_add(run.count, Ordering::Relaxed);
-            }
-            Via::Urgent => {
-                counters.urgent_pages.fetch_add(wanted, Ordering::Relaxed);
-                counters.prefetched_pages.fetch_add(run.count - wanted, Ordering::Relaxed);
-            }
+        if via == Via::Bulk {
+            progress.count(None, Count::BulkPages, run.count);
+        } else {
+            progress.count(via.vcpu(), Count::UrgentPages, wanted);
+            progress.count(via.vcpu(), Count::PrefetchedPages, run.count - wanted);
         }
-        self.progress.sent_down(run.len_bytes());
-        if self.left.fetch_sub(arrival.cleared, Ordering::AcqRel) == arrival.cleared {
+        progress.count(via.vcpu(), Count::ArrivedBytes, run.len_bytes());
+        if self.left.0.fetch_sub(arrival.cleared, Ordering::AcqRel) == arrival.cleared {
             self.complete.cancel();
         }
         Ok(())

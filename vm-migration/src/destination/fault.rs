@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The threads of the phase Fault: one reader for each queue of faults, one receiver for each connection.
+//! The threads of the phase Fault: one reader for each queue of faults, one receiver for each connection that is not
+//! a vCPU's own, and one for what is left on those that are.
 //!
-//! Owns how faults become page requests. Requests are pipelined: a reader puts all faults of one read into
+//! Owns how faults become page requests. Where vCPUs resolve their own faults, and there are at least as many
+//! connections for requests as vCPUs, each vCPU has one of its own (`own`); the others, and those of a set with fewer,
+//! have receivers. Requests are pipelined: a reader puts all faults of one read into
 //! one message and never waits for an answer. Readers outlive connections: without a connection a fault is
 //! only marked as wanted, and the next set of connections begins with a request for all that is. A reader
 //! marks the page and then looks for a connection; a new set of connections is installed before the marks
 //! are read, so that one of the two sends the request.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -16,8 +20,10 @@ use parking_lot::Mutex;
 
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
+use super::own::{Leftovers, OwnConnection};
 use super::rejoin::{Connections, Rejoin, Returned};
 use super::resolver::VcpuFaultResolver;
+use crate::bell::Bell;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -28,8 +34,11 @@ use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::session::{Session, SessionState, Urgency};
+use crate::steering::LOOK_EVERY;
 use crate::stride::Strides;
 use crate::transport::Connection;
+
+const READY: &str = "preparing to receive pages";
 
 /// Ranges in one request after a reconnection.
 const WISHES_AT_ONCE: usize = 512;
@@ -43,11 +52,31 @@ pub(super) struct Asker {
     one_at_a_time: Mutex<()>,
     connection: Arc<Connection>,
     fate: Arc<SessionState>,
+    /// Set if it is a vCPU's own.
+    own: Option<Arc<OwnConnection>>,
 }
 
 impl Asker {
-    /// Sends a request. A failure ends the set of connections, and the requests stay recorded.
-    pub(super) fn ask(&self, requests: &Requests) {
+    /// The same connection, if it is the vCPU's own that reads the answers itself.
+    pub(super) fn own(&self) -> Option<&OwnConnection> {
+        self.own.as_deref()
+    }
+
+    /// Sends a request whose answer the calling thread does not read.
+    fn ask(&self, requests: &Requests) {
+        self.ask_for_self(requests);
+        if let Some(own) = &self.own {
+            own.leave();
+        }
+    }
+
+    /// Sends a request; on the vCPU's own connection the calling thread is the vCPU's, and waits for the answer. A
+    /// failure ends the set of connections, and the requests stay recorded.
+    pub(super) fn ask_for_self(&self, requests: &Requests) {
+        if let Some(own) = &self.own {
+            own.note(&requests.waited_for);
+            own.note(&requests.ahead);
+        }
         let mut bytes = Message::PageFault(requests.waited_for.clone()).encode();
         if !requests.ahead.is_empty() {
             bytes.extend(Message::Ahead(requests.ahead.clone()).encode());
@@ -68,21 +97,39 @@ pub(super) struct Requests {
     pub(super) ahead: Vec<GpaRange>,
 }
 
+/// A slot of [`Askers`], on cache lines of its own.
+#[repr(align(128))]
+struct Slot(Mutex<Option<Arc<Asker>>>);
+
 /// The connection on which each reader, and after them each vCPU thread, sends its requests now. Only its
 /// own thread uses a slot; others lock it when connections are set up or lost.
-pub(super) struct Askers(Vec<Mutex<Option<Arc<Asker>>>>);
+pub(super) struct Askers {
+    slots: Vec<Slot>,
+    readers: usize,
+}
 
 impl Askers {
-    fn set(&self, askers: &[Arc<Asker>]) {
-        for (reader, slot) in self.0.iter().enumerate() {
-            let asker = askers.get(reader % askers.len().max(1)).map(Arc::clone);
-            *slot.lock() = asker;
+    fn new(readers: usize, vcpus: usize) -> Self {
+        let slots = (0..readers + vcpus).map(|_| Slot(Mutex::new(None))).collect();
+        Self { slots, readers }
+    }
+
+    /// Sets the connections: `own` by number of the vCPU, `shared` for all others in turn, or the own ones if there is
+    /// no shared one.
+    fn set(&self, own: &[Option<Arc<Asker>>], shared: &[Arc<Asker>]) {
+        let owned: Vec<_> = own.iter().flatten().collect();
+        let shared: Vec<_> = if shared.is_empty() { owned } else { shared.iter().collect() };
+        for (number, slot) in self.slots.iter().enumerate() {
+            let vcpu = number.checked_sub(self.readers);
+            let own = vcpu.and_then(|vcpu| own.get(vcpu)).and_then(Option::as_ref);
+            let in_turn = || shared.get(number % shared.len().max(1)).copied();
+            *slot.0.lock() = own.or_else(in_turn).map(Arc::clone);
         }
         change_then_look();
     }
 
     pub(super) fn of(&self, reader: usize) -> Option<Arc<Asker>> {
-        self.0[reader].lock().clone()
+        self.slots.get(reader)?.0.lock().clone()
     }
 }
 
@@ -98,6 +145,8 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     readers: Session,
     /// Threads that receive pages; they end when a connection is lost.
     pub(super) session: Session,
+    /// Connections of that set on which vCPUs read.
+    own: Vec<Arc<OwnConnection>>,
 }
 
 impl<M: GuestMemoryMap> FaultThreads<M> {
@@ -109,11 +158,11 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         urgent: Vec<Channel>,
     ) -> Result<Self, Failure> {
         let readers = engine.source().readers();
-        let slots = (0..readers + engine.source().vcpus()).map(|_| Mutex::new(None)).collect();
-        let askers = Arc::new(Askers(slots));
+        let askers = Arc::new(Askers::new(readers, engine.source().bells().len()));
         let resolver = Arc::new(VcpuFaultResolver::new(&engine, &askers));
         let (readers_session, session) = (Session::new()?, Session::new()?);
-        let mut all = Self { engine, rejoin, askers, resolver, readers: readers_session, session };
+        let (readers_of, own) = (readers_session, Vec::new());
+        let mut all = Self { engine, rejoin, askers, resolver, readers: readers_of, session, own };
         all.receive_on(bulk, urgent)?;
         let open: Weak<VcpuFaultResolver<M>> = Arc::downgrade(&all.resolver);
         all.engine.source().set_resolver(open);
@@ -131,29 +180,51 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(all)
     }
 
-    /// Starts the receivers of a set of connections, and makes the readers send requests on it.
+    /// Starts the receivers of a set of connections, and makes the readers and vCPUs send requests on it.
     fn receive_on(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
-        let for_requests = if urgent.is_empty() { &bulk } else { &urgent };
-        let askers: Vec<Arc<Asker>> = for_requests
-            .iter()
-            .map(|channel| {
-                Arc::new(Asker {
-                    one_at_a_time: Mutex::new(()),
-                    connection: Arc::clone(&channel.connection),
-                    fate: Arc::clone(self.session.fate()),
-                })
-            })
-            .collect();
+        let fate = Arc::clone(self.session.fate());
+        for channel in bulk.iter().chain(&urgent) {
+            channel.connection.set_cancel(fate.stop());
+        }
+        let asker = |connection: &Arc<Connection>, own: Option<Arc<OwnConnection>>| {
+            let (connection, fate) = (Arc::clone(connection), Arc::clone(&fate));
+            Arc::new(Asker { one_at_a_time: Mutex::new(()), connection, fate, own })
+        };
+        let bells = self.engine.source().bells();
+        let vcpus = bells.iter().flatten().count();
+        let mut urgent = urgent;
+        let shared = urgent.split_off(if urgent.len() < vcpus { 0 } else { vcpus });
+        let mut askers: Vec<Option<Arc<Asker>>> = Vec::new();
+        if !urgent.is_empty() {
+            let others = Arc::new(Bell::new().map_err(Cause::Resource).step(READY)?);
+            let mut connections = Vec::new();
+            let mut channels = urgent.into_iter();
+            for bell in bells {
+                let channel = if bell.is_some() { channels.next() } else { None };
+                askers.push(channel.map(|channel| {
+                    let connection = Arc::clone(&channel.connection);
+                    let own = Arc::new(OwnConnection::new(channel, &others, &fate));
+                    connections.push(Arc::clone(&own));
+                    asker(&connection, Some(own))
+                }));
+            }
+            self.own.clone_from(&connections);
+            let look_every = LOOK_EVERY;
+            self.read_left(Leftovers { connections, bell: others, look_every })?;
+        }
+        let for_requests = if shared.is_empty() && askers.is_empty() { &bulk } else { &shared };
+        let for_requests: Vec<_> =
+            for_requests.iter().map(|channel| asker(&channel.connection, None)).collect();
+        let vcpus = self.engine.progress().counters.guest_vcpus.load(Ordering::Relaxed);
+        let threads = u32::try_from(bulk.len()).unwrap_or(u32::MAX);
         let bulk = bulk.into_iter().map(|channel| (Via::Bulk, channel));
-        let urgent = urgent.into_iter().map(|channel| (Via::Urgent, channel));
-        for (via, channel) in bulk.chain(urgent) {
-            channel.connection.set_cancel(self.session.fate().stop());
+        for (via, channel) in bulk.chain(shared.into_iter().map(|channel| (Via::Urgent, channel))) {
             let (name, urgency) = match via {
-                Via::Bulk => ("mig-pages", Urgency::Later),
-                Via::Urgent => ("mig-urgent", Urgency::Now),
+                Via::Bulk => ("mig-pages", Urgency::Later { vcpus, threads }),
+                Via::Urgent | Via::Own(_) => ("mig-urgent", Urgency::Now),
             };
             let part = (Arc::clone(&self.engine), channel);
-            let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(self.session.fate()));
+            let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(&fate));
             self.session.spawn(
                 name,
                 urgency,
@@ -162,15 +233,31 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
                 move |failure| receiver_failed(&engine, &fate, failure),
             )?;
         }
-        self.askers.set(&askers);
+        self.askers.set(&askers, &for_requests);
         Ok(())
     }
 
-    /// Ends the set of connections; the readers continue. A receiver first finishes the pages that it has
-    /// begun to place, and waits while the host has no memory for them; abandoning the migration ends that
+    /// Starts the thread that reads what no vCPU waits for on the vCPUs' own connections.
+    fn read_left(&mut self, left: Leftovers) -> Result<(), Failure> {
+        let part = (Arc::clone(&self.engine), Arc::clone(self.session.fate()), left);
+        let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(self.session.fate()));
+        self.session.spawn(
+            "mig-urgent",
+            Urgency::Now,
+            part,
+            move |(engine, fate, left)| left.read(engine, fate),
+            move |failure| receiver_failed(&engine, &fate, failure),
+        )
+    }
+
+    /// Ends the set of connections; the readers continue. A receiver, or a vCPU that reads, first finishes the pages
+    /// that it has begun to place, and waits while the host has no memory for them; abandoning the migration ends that
     /// wait, and the engine.
     pub(super) fn disconnect(&mut self) {
-        self.askers.set(&[]);
+        self.askers.set(&[], &[]);
+        self.session.fate().stop().cancel();
+        // Those that wait on connections of this set.
+        self.engine.wake_vcpus();
         let (engine, steering) = (&self.engine, &self.rejoin.steering);
         let look = || {
             if steering.is_abandoned() {
@@ -178,10 +265,16 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
                 engine.source().stop_readers();
             }
         };
-        let session = &mut self.session;
-        if let Err(error) = poll_while(look, || session.end()) {
+        let (session, own) = (&mut self.session, std::mem::take(&mut self.own));
+        let mut end = || {
+            session.end();
+            for one in &own {
+                one.close();
+            }
+        };
+        if let Err(error) = poll_while(look, &mut end) {
             log::warn!("the wait for pages of the host cannot be interrupted: {error}");
-            self.session.end();
+            end();
         }
     }
 
@@ -191,7 +284,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         self.session = Session::new()?;
         self.receive_on(bulk, urgent)?;
         for (index, wishes) in self.engine.wishes().chunks(WISHES_AT_ONCE).enumerate() {
-            if let Some(asker) = self.askers.of(index % self.askers.0.len().max(1)) {
+            if let Some(asker) = self.askers.of(index % self.askers.slots.len().max(1)) {
                 asker.ask(&Requests { waited_for: wishes.to_vec(), ahead: Vec::new() });
             }
         }
@@ -259,6 +352,8 @@ impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
         self.engine.failed().cancel();
         // Receivers check this as well while the host has no memory.
         self.engine.source().stop_readers();
+        self.askers.set(&[], &[]);
+        self.engine.wake_vcpus();
         self.session.end();
         self.readers.end();
     }
@@ -267,7 +362,11 @@ impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
 /// Handles a failed receiver: a lost connection ends its set, and a host that cannot make pages visible
 /// ends the engine. Once every page is here neither happens, and the other connections stay open until the
 /// source knows.
-fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &SessionState, failure: Failure) {
+pub(super) fn receiver_failed<M: GuestMemoryMap>(
+    engine: &Engine<M>,
+    fate: &SessionState,
+    failure: Failure,
+) {
     if engine.complete().is_cancelled() {
         log::debug!("after the last page: {}", failure.for_peer());
     } else if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_)) {
@@ -299,7 +398,7 @@ fn take_pages<M: GuestMemoryMap>(
                 engine.take_contents(reader, &ranges, via, &mut scratch).step(STEP)?;
             }
             Message::ZeroPages(ranges) => engine.take_zeros(&ranges, via).step(STEP)?,
-            Message::Elsewhere(ranges) => engine.expect_on_other_connection(&ranges).step(STEP)?,
+            Message::Elsewhere(ranges) => engine.expect_elsewhere(&ranges, via).step(STEP)?,
             other => return Err(unexpected(&other, "Memory or ZeroPages")),
         }
     }

@@ -3,16 +3,17 @@
 //! Threads that receive memory from extra connections while rounds arrive.
 //!
 //! Owns them from the first message of a connection to its end, whether something arrives there, and which of them
-//! failed. A source may send only memory there.
+//! failed. A source may send only memory there, and the parts of the state that it has announced.
 
 use std::os::fd::RawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 
 use super::Context;
+use super::blobs::Blobs;
 use super::negotiate::unexpected;
 use super::tables::{take_frame, take_memory, take_zeros};
 use super::unpopulated::Unpopulated;
@@ -22,6 +23,7 @@ use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
+use crate::protocol::blobs::BlobChunk;
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
@@ -39,12 +41,16 @@ pub(super) struct Helpers {
     /// The first failure. Locked for one access.
     failure: Arc<Mutex<Option<Failure>>>,
     activity: Arc<Activity>,
+    blobs: SharedBlobs,
 }
+
+/// Parts of the state, once they are announced.
+pub(super) type SharedBlobs = Arc<OnceLock<Arc<Blobs>>>;
 
 /// What arrives on extra connections, for the time limit of the first one: a source may send all memory here.
 #[derive(Default)]
 struct Activity {
-    /// Pages that were received as contents or as zero.
+    /// Pages that were received as contents or as zero, and parts of the state.
     pages: AtomicU64,
     /// Connections in the middle of a message, which has a time limit of its own.
     within: AtomicUsize,
@@ -79,8 +85,13 @@ impl Helpers {
     pub(super) fn new() -> Result<Self, Cause> {
         let cancel = || Cancel::new().map_err(Cause::Resource);
         let (stop, quit, failed) = (cancel()?, cancel()?, cancel()?);
-        let (failure, activity) = (Arc::default(), Arc::default());
-        Ok(Self { threads: Vec::new(), stop, quit, failed, failure, activity })
+        let (failure, activity, blobs) = (Arc::default(), Arc::default(), Arc::default());
+        Ok(Self { threads: Vec::new(), stop, quit, failed, failure, activity, blobs })
+    }
+
+    /// The parts of the state that come on any connection.
+    pub(super) fn blobs(&self) -> &SharedBlobs {
+        &self.blobs
     }
 
     pub(super) fn start<M: GuestMemoryMap>(
@@ -95,31 +106,33 @@ impl Helpers {
         let (quit, cancel) = (self.quit.clone(), context.cancel.clone());
         let progress = Arc::clone(context.progress);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
-        let activity = Arc::clone(&self.activity);
+        let (activity, blobs) = (Arc::clone(&self.activity), Arc::clone(&self.blobs));
         let body = move || {
             let stops = [&quit, &cancel];
             let mut taken = 0;
             let part = (&mut channel, &mut taken, &*activity);
-            let rounds = take_rounds(&*memory, &fresh, part, negotiated, &progress, &stops);
+            let into = (&*memory, &*fresh, &*blobs);
+            let rounds = take_rounds(into, part, negotiated, &progress, &stops);
             match rounds.map_err(|error| (taken, error)) {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
                 Err((taken, error)) => {
-                    // The peer reads the reason on this connection, and this side acts on the failure
-                    // on the first one.
-                    channel.refuse(&error.for_peer());
+                    let why = error.for_peer();
                     let of_the_peer =
                         matches!(error.cause, Cause::Protocol(_) | Cause::Transport(_));
                     if taken == 0 && !negotiated && of_the_peer {
                         // Nothing proves that the connection was the source's, which notices the end
                         // of its own.
-                        let why = error.for_peer();
+                        channel.refuse(&why);
                         log::warn!(
                             "an extra connection was dropped before it carried memory: {why}"
                         );
                         return None;
                     }
+                    // The peer reads the reason on this connection, and this side acts on the failure
+                    // on the first one. A peer that has read it may end that one at once.
                     failure.lock().get_or_insert(error);
+                    channel.refuse(&why);
                     failed.cancel();
                     None
                 }
@@ -151,6 +164,14 @@ impl Helpers {
         let failure = self.failure.lock().take();
         // Without a recorded failure it has been reported already.
         failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Cancelled))
+    }
+
+    /// The reason why the source has closed the first connection, if that is what it was told on another one.
+    pub(super) fn told(&self, failure: Failure) -> Failure {
+        if !matches!(failure.cause, Cause::Transport(TransportError::Closed)) {
+            return failure;
+        }
+        self.failure.lock().take().unwrap_or(failure)
     }
 
     /// Ends the threads; everything that they were sent is acknowledged.
@@ -190,7 +211,15 @@ impl Drop for Helpers {
     }
 }
 
-/// Number of pages whose contents a message has, or says to be zero.
+/// Takes bytes of a part of the state; only of those that were announced.
+pub(super) fn take_chunk(blobs: &OnceLock<Arc<Blobs>>, chunk: BlobChunk) -> Result<(), Failure> {
+    let Some(blobs) = blobs.get() else {
+        return Err(unexpected(&Message::BlobChunk(chunk), "Memory"));
+    };
+    blobs.put(chunk).map_err(ProtocolError::from).step("receiving the state of devices")
+}
+
+/// Number of pages whose contents a message has, or says to be zero; 1 for a part of the state.
 fn pages_of(message: &Message) -> u64 {
     match message {
         Message::Memory(ranges)
@@ -198,6 +227,7 @@ fn pages_of(message: &Message) -> u64 {
         | Message::MemoryZstd { ranges, .. } => {
             ranges.iter().fold(0, |pages, range| pages.saturating_add(range.len_bytes / PAGE_BYTES))
         }
+        Message::BlobChunk(_) => 1,
         _ => 0,
     }
 }
@@ -212,8 +242,7 @@ enum Rounds {
 
 /// Receives memory from an extra connection until it ends between two messages; counts those.
 fn take_rounds<M: GuestMemoryMap>(
-    memory: &M,
-    fresh: &Unpopulated,
+    (memory, fresh, blobs): (&M, &Unpopulated, &OnceLock<Arc<Blobs>>),
     (channel, taken, activity): (&mut Channel, &mut u64, &Activity),
     negotiated: bool,
     progress: &Progress,
@@ -252,6 +281,7 @@ fn take_rounds<M: GuestMemoryMap>(
             Message::ZeroPages(ranges) if negotiated => {
                 take_zeros(memory, &ranges, progress, stops).step(STEP)?;
             }
+            Message::BlobChunk(chunk) if negotiated => take_chunk(blobs, chunk)?,
             other => return Err(unexpected(&other, "Memory")),
         }
         *taken += 1;

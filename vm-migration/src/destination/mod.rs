@@ -6,9 +6,11 @@
 //! | --- | --- |
 //! | `mod` | the order of the phases, and the one exit for failures |
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
+//! | `check` | answers what a migration would fail with, while a source is awaited |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `helpers` | the threads that receive memory from those |
+//! | `blobs` | parts of the state that come as bytes, on all connections |
 //! | `tables` | ranges that a peer names: looked up, bounded, filled or made zero |
 //! | `unpopulated` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state is loaded, the guest starts, and never too early |
@@ -19,7 +21,10 @@
 //! | `emptying`, `stale` | discards pages that will arrive again; which of them are old |
 //! | `fault` | the engine's threads |
 //! | `resolver` | faults that the vCPU threads resolve themselves |
-//! | `waiters` | where they park until the page is in place |
+//! | `own` | connections on which a vCPU thread reads its own answers |
+//! | `claim` | whether it reads there, or the thread for what is left |
+//! | `inbox` | the messages there, read without blocking |
+//! | `waiters` | vCPUs that wait for a page, found by the page |
 //! | `faulting` | Fault: until all pages are resident, over as many sets of connections as that takes |
 //! | `arrivals` | accepted connections before their hello is complete |
 //! | `doubt` | in doubt: the connection was lost at the commit, and the source has not said which side has the guest |
@@ -31,7 +36,10 @@
 
 mod arrivals;
 mod assembly;
+mod blobs;
 mod building;
+mod check;
+mod claim;
 mod contents;
 mod demand;
 mod doubt;
@@ -40,8 +48,10 @@ mod engine;
 mod fault;
 mod faulting;
 mod helpers;
+mod inbox;
 mod late_reconnects;
 mod negotiate;
+mod own;
 mod preparing;
 mod receive;
 mod rejoin;
@@ -63,12 +73,20 @@ use crate::report::FailureReport;
 use crate::transport::{self, Address, ServerTls, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
+pub(crate) use arrivals::NEEDS_TLS;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use blobs::Blobs;
+use check::Checks;
+#[cfg(all(test, not(loom)))]
+pub(crate) use check::RUNNING_MAX as CHECKS_MAX;
 pub(crate) use engine::{Engine, Via};
 pub use faulting::{Faulting, PostcopyPaused};
 use late_reconnects::EndedMigration;
 pub use late_reconnects::LateReconnects;
 #[cfg(test)]
 pub(crate) use late_reconnects::late_reconnects_for_tests;
+pub(crate) use negotiate::BEGINS_NOTHING;
+pub use negotiate::READERS_MAX;
 #[cfg(all(test, not(loom)))]
 pub(crate) use stale::Stale;
 
@@ -237,7 +255,8 @@ fn drive<B: DestinationBuilder>(
     context: Context<'_>,
 ) -> Result<Received<B::Vm>, PhaseFailure<B::Vm>> {
     let run = context.progress;
-    let connected = run.run(Phase::Listen, || negotiate::listen(context))?;
+    let checks = Checks::new(builder.check(), builder.formats(), context);
+    let connected = run.run(Phase::Listen, || negotiate::listen(context, checks))?;
     let mapped = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
     let received = run.run(Phase::Receive, || mapped.receive(context))?;
     let ready = run.run(Phase::Prepare, || received.prepare(context))?;

@@ -6,25 +6,29 @@
 //! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
 //! userfaultfd, the memory layout.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
+use super::check::Checks;
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, PhaseFailure, late_reconnects};
 use crate::channel::Channel;
+use crate::descriptors;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::Layout;
 use crate::options::{MemoryMode, ReceiveOptions};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES,
-    common, features, millis, software,
+    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_FEWER_CONNECTIONS, FEATURE_POSTCOPY, Offer,
+    Prepared, TOKEN_BYTES, common, features, millis, software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
@@ -37,8 +41,12 @@ use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 /// How long a connection may take to prove that it is the source. Nothing waits for it meanwhile.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The refusal of a message that does not begin a migration: what a destination says to a check that does not know them.
+pub(crate) const BEGINS_NOTHING: &str =
+    "a migration is awaited here, and this message does not begin one";
+
 /// Most userfaultfds that are derived from a number of connections.
-const READERS_MAX: u16 = 16;
+pub const READERS_MAX: u16 = 16;
 
 /// A source that has connected.
 pub(crate) struct Connected {
@@ -49,9 +57,10 @@ pub(crate) struct Connected {
 
 /// Waits for the source. Other clients do not end the wait: a silent connection is closed after a time, one
 /// that sends anything else is told that a VM is awaited, and the source of an ended migration that does not
-/// know the outcome is told that.
+/// know the outcome is told that. One that only checks a migration is answered meanwhile.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(
     context: Context<'_>,
+    mut checks: Checks,
 ) -> Result<Connected, PhaseFailure<V>> {
     const STEP: &str = "waiting for the source";
     let early = |cause: Cause| PhaseFailure::early(None, Failure::new(STEP, cause));
@@ -73,6 +82,11 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
                 Hello::Message(first @ Message::Start { .. }, control) if source.is_none() => {
                     source = Some(Connected { control, first });
                 }
+                Hello::Message(Message::Check, other) if source.is_none() => {
+                    if let Err((other, reason)) = checks.begin(other) {
+                        arrivals.refuse(other, reason);
+                    }
+                }
                 Hello::Message(
                     message @ (Message::Recover(_) | Message::Verdict { .. }),
                     other,
@@ -81,10 +95,7 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
                     Err(reason) => arrivals.refuse(other, reason),
                 },
                 Hello::Message(_, other) | Hello::Extra(_, _, other) | Hello::Other(other) => {
-                    arrivals.refuse(
-                        other,
-                        "a migration is awaited here, and this message does not begin one",
-                    );
+                    arrivals.refuse(other, BEGINS_NOTHING);
                 }
             }
         }
@@ -200,49 +211,86 @@ fn agree(
         control.speak_plain();
         return Ok(Terms::Plain);
     }
-    let offer = match read(control, "waiting for the source's capabilities")? {
+    let mut offer = match read(control, "waiting for the source's capabilities")? {
         Message::Capabilities(json) => Offer::parse(&json).step(STEP)?,
         other => return Err(unexpected(&other, "Capabilities")),
     };
     log::info!("the source is {:?}", offer.software);
-    if let Some(what) = offer.formats.beyond(known) {
-        let what = format!("the source's guest needs {what}, at the destination");
-        return Err(Cause::Unsupported { what, remedy: "update the destination" }).step(STEP);
-    }
     let layout = offer.layout().step(STEP)?;
+    let is_unix = control.connection.is_unix();
+    if let Some(refusal) = refusals(&offer, &layout, known, is_unix).into_iter().next() {
+        return Err(refusal);
+    }
     let mut ours = features();
     if options.prepare_threads.unwrap_or_else(spare_threads) == 0 {
         // The source need not determine which memory it will send.
         ours.remove(FEATURE_COMING);
     }
     let common = common(&ours, &offer.features);
+    let connections_max = limit_connections(&mut offer, &common);
+    let token = random_token().map_err(Cause::Resource).step(STEP)?;
+    let promise_ms = Some(millis(options.limits.rejoin));
+    let software = software();
+    let (features, formats) = (ours, known);
+    let accepted = Accepted { software, features, token, promise_ms, formats, connections_max };
+    let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
+    control.connection.send(&answer.encode()).step(STEP)?;
+    Ok(Terms::Negotiated { offer, token })
+}
+
+/// Leaves as many further connections in the offer as this process has descriptors for; returns how many that are at the
+/// most, if it is less than was offered. A source that does not know of this opens all.
+fn limit_connections(offer: &mut Offer, common: &BTreeSet<String>) -> Option<u16> {
+    let offered = (offer.bulk_connections, offer.urgent_connections());
+    let all = offered.0.saturating_add(offered.1);
+    // The machine is still to be built: each vCPU has a descriptor of KVM, and one that wakes it. There are about as many as
+    // connections for requested pages, where these are many.
+    let of_vcpus = offered.1.saturating_mul(2);
+    let room = descriptors::room(all.saturating_add(of_vcpus));
+    let room = room.saturating_sub(of_vcpus);
+    if room >= all || !common.contains(FEATURE_FEWER_CONNECTIONS) {
+        return None;
+    }
+    let counts = descriptors::fewer_telling(offered, room, offer.memory_mode, "this process");
+    (offer.bulk_connections, offer.urgent_connections) = counts;
+    offer.many_urgent_connections = None;
+    Some(room)
+}
+
+/// What of an offer cannot be done here: all of it, as far as it is known before anything is built.
+pub(super) fn refusals(
+    offer: &Offer,
+    layout: &Layout,
+    known: Formats,
+    is_unix: bool,
+) -> Vec<Failure> {
+    const STEP: &str = "negotiating";
+    let mut found = Vec::new();
+    let unsupported = |what, remedy| Failure::new(STEP, Cause::Unsupported { what, remedy });
+    if let Some(what) = offer.formats.beyond(known) {
+        let what = format!("the source's guest needs {what}, at the destination");
+        found.push(unsupported(what, "update the destination"));
+    }
+    let common = common(&features(), &offer.features);
     let needed: &[&str] = match offer.memory_mode {
         MemoryMode::Precopy => &[FEATURE_CONFIRM],
         MemoryMode::Postcopy | MemoryMode::Auto => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
     };
-    if let Some(missing) = needed.iter().find(|feature| !common.contains(**feature)) {
-        let what = format!("the source lacks {missing}");
-        return Err(Cause::Unsupported { what, remedy: "update the source" }).step(STEP);
+    for missing in needed.iter().filter(|feature| !common.contains(**feature)) {
+        found.push(unsupported(format!("the source lacks {missing}"), "update the source"));
     }
-    if offer.local && !control.connection.is_unix() {
+    if offer.local && !is_unix {
         let what = "memory can only be handed over through a Unix socket".to_string();
-        return Err(Cause::Unsupported { what, remedy: "use a unix: address" }).step(STEP);
+        found.push(unsupported(what, "use a unix: address"));
     }
     if offer.local && offer.memory_mode.may_postcopy() {
         let why = "local and postcopy exclude each other";
-        return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
+        found.push(Failure::new(STEP, ProtocolError::Malformed { what: "capability offer", why }));
     }
     if offer.memory_mode.may_postcopy() {
-        // Checked before anything is built, so that a refusal comes at once.
-        uffd::check(layout.regions()).step("checking for userfaultfd")?;
+        found.extend(uffd::check(layout.regions()).step("checking for userfaultfd").err());
     }
-    let token = random_token().map_err(Cause::Resource).step(STEP)?;
-    let promise_ms = Some(millis(options.limits.rejoin));
-    let software = software();
-    let accepted = Accepted { software, features: ours, token, promise_ms, formats: known };
-    let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
-    control.connection.send(&answer.encode()).step(STEP)?;
-    Ok(Terms::Negotiated { offer, token })
+    found
 }
 
 /// Takes the configuration, and before it the memory files of a local migration.
@@ -324,7 +372,7 @@ pub(super) fn watch<V: DestinationVm>(
     let source = if let Some(source) = own {
         source
     } else {
-        let urgent = usize::from(offer.urgent_connections.clamp(1, READERS_MAX));
+        let urgent = usize::from(offer.urgent_connections().clamp(1, READERS_MAX));
         let readers = context.options.fault_readers.unwrap_or(urgent);
         let memory = Arc::clone(memory);
         let uffd = match offer.memory_mode {
@@ -334,6 +382,7 @@ pub(super) fn watch<V: DestinationVm>(
         Arc::new(uffd.step(STEP)?)
     };
     context.progress.set_fault_source(source.kind());
+    context.progress.counters.guest_vcpus.store(vm.vcpus(), Ordering::Relaxed);
     Ok(source)
 }
 
@@ -355,4 +404,51 @@ pub(crate) fn read(control: &mut Channel, step: &'static str) -> Result<Message,
 pub(crate) fn unexpected(message: &Message, expected: &'static str) -> Failure {
     let got = message.command().name();
     Failure::new("reading a message", ProtocolError::Unexpected { got, expected })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::descriptors::TEST_ROOM;
+
+    #[test]
+    fn the_vcpus_of_the_machine_have_their_descriptors_before_further_connections() {
+        let offered = |room: Option<u16>, many: Option<u16>| {
+            TEST_ROOM.set(room);
+            let mut offer = Offer {
+                software: String::new(),
+                features: features(),
+                memory_mode: MemoryMode::Postcopy,
+                bulk_connections: 6,
+                urgent_connections: 5,
+                many_urgent_connections: many,
+                local: false,
+                recover_timeout_ms: None,
+                regions: Vec::new(),
+                formats: Formats::default(),
+            };
+            let most = limit_connections(&mut offer, &features());
+            TEST_ROOM.set(None);
+            (most, offer.bulk_connections, offer.urgent_connections())
+        };
+        // For 6 + 5 connections, and 2 * 5 of vCPUs.
+        assert_eq!(offered(Some(21), None), (None, 6, 5));
+        assert_eq!(offered(Some(14), None), (Some(4), 2, 2));
+        assert_eq!(offered(Some(9), None), (Some(0), 1, 0));
+        assert_eq!(offered(Some(486), Some(160)), (None, 6, 160));
+        assert_eq!(offered(Some(485), Some(160)), (Some(165), 6, 159));
+        let mut older = features();
+        older.remove(FEATURE_FEWER_CONNECTIONS);
+        TEST_ROOM.set(Some(0));
+        let mut offer = Offer {
+            features: older.clone(),
+            ..Offer::parse(OFFER).unwrap_or_else(|error| panic!("{error}"))
+        };
+        assert_eq!(limit_connections(&mut offer, &older), None, "it opens all");
+        TEST_ROOM.set(None);
+    }
+
+    const OFFER: &[u8] =
+        br#"{"software": "", "features": [], "memory_mode": "postcopy", "bulk_connections": 6,
+        "urgent_connections": 5, "regions": []}"#;
 }

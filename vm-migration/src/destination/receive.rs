@@ -12,10 +12,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
+use super::blobs::{Blobs, Writers};
 use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
-use super::helpers::Helpers;
+use super::helpers::{Helpers, take_chunk};
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
@@ -27,9 +28,12 @@ use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
-use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
+use crate::options::{
+    CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT, URGENT_CONNECTIONS_MAX,
+};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
+use crate::protocol::blobs::BlobList;
 use crate::protocol::capabilities::{
     FEATURE_FIGURES, FEATURE_MAPPING, FEATURE_PREPARING, Offer, TOKEN_BYTES,
 };
@@ -111,6 +115,8 @@ pub(crate) struct Parts<V: DestinationVm> {
 
 /// Memory is mapped and about to be filled; the machine is being built.
 pub(crate) struct Mapped<V: DestinationVm> {
+    /// Threads that write the parts of the state that come as bytes. They end before the machine does.
+    writers: Option<Writers>,
     parts: Parts<V>,
     control: Channel,
     bulk: Vec<Channel>,
@@ -144,7 +150,7 @@ struct Outcome<V: DestinationVm> {
 
 impl<V: DestinationVm> Mapped<V> {
     pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
-        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
+        Self { writers: None, parts, control, bulk: Vec::new(), urgent: Vec::new() }
     }
 
     /// Receives memory until the state arrives.
@@ -235,18 +241,22 @@ impl<V: DestinationVm> Mapped<V> {
                     let engine = self.start_engine(&bytes, stale.take(), &mut helpers, context)?;
                     faults = Some(engine);
                 }
+                Message::Blobs(list)
+                    if self.may_have_blobs() && helpers.blobs().get().is_none() =>
+                {
+                    let blobs = self.prepare_blobs(&list, context)?;
+                    helpers.blobs().get_or_init(|| blobs);
+                }
+                // The source waits for a device.
+                Message::Alive if helpers.blobs().get().is_some() => {}
+                Message::BlobChunk(chunk) => take_chunk(helpers.blobs(), chunk)?,
                 Message::State(state) => {
                     // What was named as outdated is missing as well.
                     let lacks_pages = self.mode() == MemoryMode::Postcopy || stale.is_some();
                     if lacks_pages && faults.is_none() {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
-                    helpers.finish()?;
-                    self.check_memory_came(context.progress)?;
-                    // A machine that is made of its state has it already.
-                    let state = self.parts.building.begin_from(state)?.unwrap_or_default();
-                    self.parts.building.wait(&mut self.control, context.cancel)?;
-                    let vm = self.parts.building.finish()?;
+                    let (vm, state) = self.take_state(state, &mut helpers, context)?;
                     if self.mode().may_postcopy() && faults.is_none() {
                         // All memory is here: it may have huge pages again.
                         self.parts.memory.use_small_pages(false);
@@ -257,6 +267,50 @@ impl<V: DestinationVm> Mapped<V> {
             }
             self.control.yes().step("acknowledging memory")?;
         }
+    }
+
+    /// The machine with the state that is still to be restored, if all has come that precedes it.
+    fn take_state(
+        &mut self,
+        state: Vec<u8>,
+        helpers: &mut Helpers,
+        context: Context<'_>,
+    ) -> Result<(V, Vec<u8>), Failure> {
+        helpers.finish()?;
+        if let Some(blobs) = helpers.blobs().get() {
+            blobs.finish().step("receiving the state of devices")?;
+        }
+        self.writers = None;
+        self.check_memory_came(context.progress)?;
+        // A machine that is made of its state has it already.
+        let state = self.parts.building.begin_from(state)?.unwrap_or_default();
+        self.parts.building.wait(&mut self.control, context.cancel)?;
+        Ok((self.parts.building.finish()?, state))
+    }
+
+    fn may_have_blobs(&self) -> bool {
+        self.parts.terms.negotiated() && self.mode() == MemoryMode::Precopy
+    }
+
+    /// Has the machine prepare for the parts of its state that will come as bytes.
+    fn prepare_blobs(&mut self, list: &[u8], context: Context<'_>) -> Result<Arc<Blobs>, Failure> {
+        const STEP: &str = "preparing for the state of devices";
+        let BlobList { blobs } = BlobList::parse(list).step(STEP)?;
+        self.parts.building.wait(&mut self.control, context.cancel)?;
+        let mut vm = self.parts.building.finish()?;
+        let sinks = self.control.busy(true, || vm.open_blobs(&blobs));
+        let sinks = sinks.map_err(Cause::Vm).step(STEP)?;
+        self.parts.building = Building::done(vm)?;
+        let blobs = Arc::new(Blobs::new(blobs, sinks).step(STEP)?);
+        self.writers = Some(Writers::start(&blobs).step(STEP)?);
+        Ok(blobs)
+    }
+
+    /// Tells the source how much is written of the parts of the state that come as bytes, if it has not been told.
+    fn tell_written(&mut self, helpers: &Helpers) -> Result<(), Failure> {
+        let Some(blobs) = helpers.blobs().get() else { return Ok(()) };
+        let Some(written) = blobs.news()? else { return Ok(()) };
+        self.control.tell(&Message::BlobsWritten(written)).step("receiving the state of devices")
     }
 
     fn mode(&self) -> MemoryMode {
@@ -332,6 +386,7 @@ impl<V: DestinationVm> Mapped<V> {
         context: Context<'_>,
     ) -> Result<Option<Message>, Failure> {
         const STEP: &str = "waiting for memory or state";
+        self.tell_written(helpers)?;
         let answer = context.options.limits.answer;
         let limit = match self.parts.terms {
             Terms::Plain => answer.saturating_mul(PLAIN_SILENCE_FACTOR),
@@ -343,6 +398,7 @@ impl<V: DestinationVm> Mapped<V> {
                 self.parts.building.failed().fd(),
                 self.control.connection.as_raw_fd(),
             ];
+            fds.extend(helpers.blobs().get().map(|blobs| blobs.fd()));
             arrivals.add_fds(context.listener, &mut fds);
             let end = wait_readable(&fds, context.cancel, Some(LOOK_EVERY.min(limit)));
             match end.map_err(TransportError::io("waiting")).step(STEP)? {
@@ -357,7 +413,7 @@ impl<V: DestinationVm> Mapped<V> {
                 WaitEnd::TimedOut | WaitEnd::Ready(_) => return Ok(None),
             }
         }
-        read(&mut self.control, STEP).map(Some)
+        read(&mut self.control, STEP).map(Some).map_err(|failure| helpers.told(failure))
     }
 
     /// Takes an extra connection, or closes it if it does not fit.
@@ -369,9 +425,16 @@ impl<V: DestinationVm> Mapped<V> {
         context: Context<'_>,
     ) -> Result<(), Failure> {
         let mode = self.mode();
-        let count = helpers.count() + self.bulk.len() + self.urgent.len();
+        #[cfg(test)]
+        crate::descriptors::test_open(helpers.count() + self.bulk.len() + self.urgent.len() + 1)
+            .map_err(Cause::Resource)
+            .step("joining")?;
+        let (count, most) = match role {
+            Role::Memory => (helpers.count() + self.bulk.len(), CONNECTIONS_MAX),
+            Role::Fault => (self.urgent.len(), URGENT_CONNECTIONS_MAX),
+        };
         match role {
-            _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
+            _ if count >= usize::from(most) => {
                 log::warn!("an extra connection was turned away: there are {count} already");
                 Ok(())
             }
@@ -423,7 +486,7 @@ impl<V: DestinationVm> Mapped<V> {
         let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
-        let promised = (offer.bulk_connections, offer.urgent_connections);
+        let promised = (offer.bulk_connections, offer.urgent_connections());
         let there = (self.bulk.len(), self.urgent.len());
         if self.bulk.is_empty() || there != (promised.0.into(), promised.1.into()) {
             let why = "postcopy has other connections than those that were announced";

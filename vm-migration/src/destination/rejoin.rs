@@ -16,7 +16,7 @@ use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::options::CONNECTIONS_MAX;
+use crate::options::{CONNECTIONS_MAX, URGENT_CONNECTIONS_MAX};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::{Answer, Message, Recover, Role};
@@ -131,7 +131,8 @@ impl Rejoin {
         if recover.attempt <= self.attempt {
             return Err("this attempt to recover is older than an earlier one");
         }
-        if recover.bulk == 0 || recover.bulk.max(recover.urgent) > CONNECTIONS_MAX {
+        if !(1..=CONNECTIONS_MAX).contains(&recover.bulk) || recover.urgent > URGENT_CONNECTIONS_MAX
+        {
             return Err("the numbers of connections are not valid");
         }
         Ok(())
@@ -252,3 +253,7 @@ impl Rejoin {
         Ok(Connections { control, bulk, urgent })
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "rejoin_tests.rs"]
+mod tests;

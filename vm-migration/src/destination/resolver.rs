@@ -3,9 +3,9 @@
 //! Resolves faults on the vCPU's own thread.
 //!
 //! Owns how a fault becomes a page request: the faulting thread sends it on the preempt channel of
-//! its vCPU and parks until the page is in place. No reader thread is in between, and no shared
-//! queue. Without a connection the page is marked as wanted, and the next set of connections begins
-//! with the request.
+//! its vCPU, and reads the answer there. No other thread is in between, and nothing that vCPUs share. Where several
+//! share a preempt channel, the thread waits until a receiver has put the page in place. Without a connection the page
+//! is marked as wanted, and the next set of connections begins with the request.
 
 use std::sync::Arc;
 
@@ -14,9 +14,11 @@ use parking_lot::Mutex;
 use page_bitmap::change_then_look;
 
 use super::engine::Engine;
-use super::fault::{Askers, Requests};
+use super::fault::{Asker, Askers, Requests};
+use super::waiters::Waiting;
 use crate::error::Failure;
 use crate::fault::{Fault, FaultError, FaultResolver};
+use crate::layout::GpaRange;
 use crate::ram::GuestMemoryMap;
 use crate::stride::Strides;
 
@@ -26,38 +28,54 @@ pub(super) struct VcpuFaultResolver<M: GuestMemoryMap> {
     askers: Arc<Askers>,
     /// Number of slots for readers; the slots of vCPUs follow them.
     readers: usize,
-    /// The recent faults of each vCPU thread. Only its own thread uses an entry.
-    strides: Vec<Mutex<Strides>>,
+    /// By number of the vCPU.
+    recent: Vec<Recent>,
 }
+
+/// The recent faults of a vCPU thread. Only that uses it.
+#[derive(Default)]
+#[repr(align(128))]
+struct Recent(Mutex<Strides>);
 
 impl<M: GuestMemoryMap> VcpuFaultResolver<M> {
     pub(super) fn new(engine: &Arc<Engine<M>>, askers: &Arc<Askers>) -> Self {
-        let (readers, vcpus) = (engine.source().readers(), engine.source().vcpus());
+        let (readers, vcpus) = (engine.source().readers(), engine.source().bells().len());
         Self {
             engine: Arc::clone(engine),
             askers: Arc::clone(askers),
             readers,
-            strides: (0..vcpus).map(|_| Mutex::default()).collect(),
+            recent: (0..vcpus).map(|_| Recent::default()).collect(),
         }
     }
 }
 
 impl<M: GuestMemoryMap> FaultResolver for VcpuFaultResolver<M> {
     fn resolve(&self, vcpu: usize, fault: Fault) -> Result<(), FaultError> {
-        let brought = self.engine.resolve(vcpu, fault, |waited_for| {
-            let strides = self.strides.get(vcpu);
-            let ahead = strides.map_or_else(Vec::new, |strides| {
-                let mut strides = strides.lock();
+        let ask = |waited_for: Vec<GpaRange>| {
+            let ahead = self.recent.get(vcpu).map_or_else(Vec::new, |recent| {
+                let mut strides = recent.0.lock();
                 self.engine.ahead_of(&[fault], &mut strides)
             });
-            if waited_for.is_empty() && ahead.is_empty() {
-                return;
-            }
             change_then_look();
-            if let Some(asker) = self.askers.of(self.readers + vcpu) {
-                asker.ask(&Requests { waited_for, ahead });
+            let asker = self.askers.of(self.readers + vcpu)?;
+            let asks = !waited_for.is_empty() || !ahead.is_empty();
+            if asks {
+                asker.ask_for_self(&Requests { waited_for, ahead });
             }
-        });
+            Some((asker, asks))
+        };
+        let wait = |asked: Option<(Arc<Asker>, bool)>,
+                    waiting: &Waiting<'_>,
+                    is_missing: &dyn Fn() -> bool| {
+            match asked.as_ref().and_then(|(asker, asks)| Some((asker.own()?, *asks))) {
+                Some((own, asks)) => {
+                    own.wait_for(&self.engine, (vcpu, waiting), asks, is_missing);
+                }
+                None if is_missing() => waiting.bell().wait(),
+                None => {}
+            }
+        };
+        let brought = self.engine.resolve(vcpu, fault, ask, wait);
         brought.map_err(|cause| {
             self.engine.fail(Failure::new("bringing a page for a vCPU", cause));
             FaultError

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Cause;
 use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
-use crate::options::{CONNECTIONS_MAX, Limits, SendOptions};
+use crate::options::{CONNECTIONS_MAX, Limits, SendOptions, URGENT_CONNECTIONS_MAX};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::ram::GuestMemoryMap;
@@ -242,7 +242,7 @@ impl TakeoverRequest {
         same_version(TAKEOVER, self.version)?;
         self.address()?;
         self.tls()?;
-        if self.bulk == 0 || self.bulk.max(self.urgent) > CONNECTIONS_MAX {
+        if !(1..=CONNECTIONS_MAX).contains(&self.bulk) || self.urgent > URGENT_CONNECTIONS_MAX {
             return Err(wrong(TAKEOVER, "its numbers of connections make no sense"));
         }
         // Later attempts continue the count from it.

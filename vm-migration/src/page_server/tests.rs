@@ -101,7 +101,7 @@ fn charges_that_make_no_sense_are_refused() {
         ("/attempt", json!(u32::MAX)),
         ("/bulk", json!(0)),
         ("/bulk", json!(129)),
-        ("/urgent", json!(129)),
+        ("/urgent", json!(513)),
         ("/connect_timeout_ms", json!(0)),
         ("/stall_timeout_ms", json!(u64::MAX)),
         ("/recover_timeout_ms", json!(u64::MAX)),

@@ -53,6 +53,18 @@ pub const FEATURE_PREPARING: &str = "preparing";
 /// destination that says nothing.
 pub const FEATURE_MAPPING: &str = "mapping";
 
+/// Long parts of the state are sent as bytes beside it, over all connections, each as fast as the destination writes it.
+pub const FEATURE_BLOBS: &str = "blob-windows";
+
+/// More connections for requested pages than [`CONNECTIONS_MAX`](crate::options::CONNECTIONS_MAX) are accepted.
+pub const FEATURE_MANY_URGENT: &str = "many-urgent";
+
+/// The destination may say that it takes fewer further connections than were offered.
+pub const FEATURE_FEWER_CONNECTIONS: &str = "fewer-connections";
+
+/// Before a migration the destination answers checks of it, on connections of their own.
+pub const FEATURE_CHECK: &str = "check";
+
 /// Length of the token that extra connections send.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -72,6 +84,10 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_FIGURES,
         FEATURE_PREPARING,
         FEATURE_MAPPING,
+        FEATURE_BLOBS,
+        FEATURE_MANY_URGENT,
+        FEATURE_FEWER_CONNECTIONS,
+        FEATURE_CHECK,
     ]
     .map(String::from)
     .into()
@@ -90,6 +106,10 @@ pub struct Offer {
     pub bulk_connections: u16,
     /// Connections for requested pages.
     pub urgent_connections: u16,
+    /// Connections for requested pages in their place, with a destination that has [`FEATURE_MANY_URGENT`]: more than an
+    /// older one takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub many_urgent_connections: Option<u16>,
     /// Memory is handed over as file descriptors before the configuration.
     #[serde(default)]
     pub local: bool,
@@ -121,6 +141,9 @@ pub struct Accepted {
     /// The newest format versions that it reads.
     #[serde(default)]
     pub formats: Formats,
+    /// The most further connections that it takes, if these are fewer than were offered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections_max: Option<u16>,
 }
 
 /// The destination's answer to Config: its backing determines the unit in which pages are sent.
@@ -161,6 +184,11 @@ document!(Accepted, "capability answer");
 document!(Prepared, "memory layout");
 
 impl Offer {
+    /// Connections for requested pages, where both sides know of many.
+    pub fn urgent_connections(&self) -> u16 {
+        self.many_urgent_connections.unwrap_or(self.urgent_connections)
+    }
+
     /// The peer's memory layout, checked.
     ///
     /// # Errors

@@ -7,7 +7,9 @@
 
 use super::ProtocolError;
 pub use super::answer::Answer;
+use super::blobs::{self, BLOB_LIST_BYTES_MAX, BlobChunk};
 use super::capabilities::TOKEN_BYTES;
+use super::check::CHECK_BYTES_MAX;
 use super::codec::{
     CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX,
     PLAIN_TABLE_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_table,
@@ -66,8 +68,8 @@ pub enum Command {
     Recover = 0x4710,
     /// Pages to be read ahead, sent after requested ones.
     Ahead = 0x4711,
-    /// The destination of a postcopy is alive and asks whether the source is; or the side that is to answer is
-    /// alive and still working.
+    /// The destination of a postcopy is alive and asks whether the source is, as does a source that waits for the state of a
+    /// device; or the side that is to answer is alive and still working.
     Alive = 0x4712,
     /// Ranges that will be sent: the destination may populate them beforehand.
     Coming = 0x4713,
@@ -78,11 +80,22 @@ pub enum Command {
     Renew = 0x4715,
     /// Which side has the guest, sent by a source whose connection was lost around the handover.
     Verdict = 0x4716,
+    /// The parts of the state that will be sent as bytes beside it.
+    Blobs = 0x4717,
+    /// Bytes of one of them.
+    BlobChunk = 0x4718,
+    /// How much of each of them is written at the destination. Not answered.
+    BlobsWritten = 0x4719,
+    /// Begins a check of a migration, which moves nothing. A destination that does not know it refuses it, and goes on
+    /// waiting.
+    Check = 0x471a,
+    /// Bytes that measure the link in a check, and are discarded.
+    CheckBytes = 0x471b,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 29] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -107,6 +120,11 @@ impl Command {
         Self::Stale,
         Self::Renew,
         Self::Verdict,
+        Self::Blobs,
+        Self::BlobChunk,
+        Self::BlobsWritten,
+        Self::Check,
+        Self::CheckBytes,
     ];
 
     /// Its number in the protocol.
@@ -152,6 +170,11 @@ impl Command {
             Self::Stale => "Stale",
             Self::Renew => "Renew",
             Self::Verdict => "Verdict",
+            Self::Blobs => "Blobs",
+            Self::BlobChunk => "BlobChunk",
+            Self::BlobsWritten => "BlobsWritten",
+            Self::Check => "Check",
+            Self::CheckBytes => "CheckBytes",
         }
     }
 }
@@ -227,6 +250,16 @@ pub enum Message {
         /// The source's decision.
         verdict: Verdict,
     },
+    /// See [`Command::Blobs`]; a [`super::blobs::BlobList`].
+    Blobs(Vec<u8>),
+    /// See [`Command::BlobChunk`].
+    BlobChunk(BlobChunk),
+    /// See [`Command::BlobsWritten`]; by number of the part.
+    BlobsWritten(Vec<u64>),
+    /// See [`Command::Check`].
+    Check,
+    /// See [`Command::CheckBytes`].
+    CheckBytes(Vec<u8>),
 }
 
 /// The message of a source that reconnects.
@@ -306,6 +339,11 @@ impl Message {
             Self::Stale(_) => Command::Stale,
             Self::Renew => Command::Renew,
             Self::Verdict { .. } => Command::Verdict,
+            Self::Blobs(_) => Command::Blobs,
+            Self::BlobChunk(_) => Command::BlobChunk,
+            Self::BlobsWritten(_) => Command::BlobsWritten,
+            Self::Check => Command::Check,
+            Self::CheckBytes(_) => Command::CheckBytes,
         }
     }
 
@@ -324,6 +362,8 @@ impl Message {
             | Self::State(bytes)
             | Self::Capabilities(bytes)
             | Self::Stale(bytes)
+            | Self::Blobs(bytes)
+            | Self::CheckBytes(bytes)
             | Self::Confirm(bytes)
             | Self::PostcopyDone(bytes)
             | Self::Pending(bytes) => return framed(self.command().code(), extra, bytes),
@@ -346,6 +386,8 @@ impl Message {
                     Verdict::Committed => COMMITTED,
                 });
             }
+            Self::BlobsWritten(written) => payload = blobs::encode_written(written),
+            Self::BlobChunk(chunk) => return [&chunk.head()[..], &chunk.bytes].concat(),
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
                 put_table(&mut payload, ranges);
@@ -356,6 +398,7 @@ impl Message {
             | Self::CompletePaused
             | Self::Alive
             | Self::Renew
+            | Self::Check
             | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
@@ -424,6 +467,13 @@ impl Message {
             Command::Coming => Self::Coming(table(from)?),
             Command::Renew => empty(what, len).map(|()| Self::Renew)?,
             Command::Verdict => read_verdict(from, what, len)?,
+            Command::Blobs => Self::Blobs(read_payload(from, what, len, BLOB_LIST_BYTES_MAX)?),
+            Command::BlobChunk => Self::BlobChunk(BlobChunk::read(from, header)?),
+            Command::BlobsWritten => Self::BlobsWritten(blobs::read_written(from, header)?),
+            Command::Check => empty(what, len).map(|()| Self::Check)?,
+            Command::CheckBytes => {
+                Self::CheckBytes(read_payload(from, what, len, CHECK_BYTES_MAX)?)
+            }
             Command::MemoryZstd => {
                 let [b0, b1, b2, b3, ..] = header.extra;
                 let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
@@ -515,68 +565,4 @@ impl Role {
             code => Err(ProtocolError::UnknownRole(code)),
         }
     }
-}
-
-/// Reads messages and answers until the bytes end or are invalid, and checks every table against a small
-/// machine, for fuzzing: covers all that is read from a peer.
-#[cfg(any(test, feature = "testing"))]
-pub fn fuzz_stream(data: &[u8]) {
-    use page_bitmap::PageBitmap;
-
-    use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
-    let region = |gpa, pages: u64| RegionInfo {
-        name: String::new(),
-        gpa,
-        len_bytes: pages * PAGE_BYTES,
-        host_page_bytes: PAGE_BYTES,
-        backing: Backing::Shared,
-    };
-    let Ok(layout) = Layout::new(vec![region(0, 256), region(1 << 32, 64)]) else { return };
-    let mut from = data;
-    while let Ok(message) = Message::read(&mut from) {
-        assert_eq!(Command::from_code(message.command().code()).ok(), Some(message.command()));
-        match &message {
-            Message::Memory(ranges)
-            | Message::PageFault(ranges)
-            | Message::ZeroPages(ranges)
-            | Message::Elsewhere(ranges)
-            | Message::Ahead(ranges) => {
-                for range in ranges {
-                    let _ = layout.locate(*range);
-                }
-            }
-            Message::MemoryZstd { ranges, frame_bytes } => {
-                let mut inflater = super::inflate::Inflater::default();
-                let Ok(runs) =
-                    ranges.iter().map(|range| layout.locate(*range)).collect::<Result<Vec<_>, _>>()
-                else {
-                    return;
-                };
-                let raw_bytes = runs.iter().map(crate::layout::PageRun::len_bytes).sum();
-                if inflater.read(&mut from, *frame_bytes, raw_bytes).is_err() {
-                    return;
-                }
-            }
-            Message::Pending(bytes) | Message::Stale(bytes) => {
-                let maps: Vec<PageBitmap> =
-                    layout.regions().iter().map(|r| PageBitmap::new(r.pages())).collect();
-                let _ = super::runs::decode(bytes, &maps);
-            }
-            Message::Capabilities(bytes) => {
-                let _ = super::capabilities::Offer::parse(bytes);
-                let _ = super::capabilities::Accepted::parse(bytes);
-            }
-            _ => {}
-        }
-    }
-    let mut from = data;
-    while let Ok(message) = Message::read_plain(&mut from) {
-        if let Message::Memory(ranges) = message {
-            let runs = ranges.iter().flat_map(|range| layout.locate_all(*range));
-            runs.for_each(drop);
-        }
-    }
-    let mut from = data;
-    while Answer::read(&mut from).is_ok() {}
-    let _ = Role::read(&mut &*data);
 }

@@ -10,6 +10,8 @@
 //! | `formats` | versions of configuration and state |
 //! | `runs` | compressed sets of pages |
 //! | `inflate` | compressed contents of pages, bounded |
+//! | `check` | what a check of a migration finds, and the bytes that measure the link |
+//! | `blobs` | parts of the state that are sent as bytes: their list, their chunks, their limits |
 //!
 //! The order of messages (which side may send what when) is not known here: the state machines in `source`
 //! and `destination` define it.
@@ -27,6 +29,11 @@
 //!   AwaitMachine [negotiated]            ->  [Alive once a second until then] Ok: the machine is built,
 //!                                            and ready to take its state
 //!   Pending                              ->  Ok                                [postcopy]
+//!   Blobs (JSON) [negotiated]            ->  [Alive once a second until then] Ok: what takes them is
+//!                                            ready                             [precopy, the guest runs]
+//!   BlobChunk [negotiated] ...           ->  Ok for each: it is here           [the guest is stopped]
+//!   Alive, once a second without a chunk ->  Ok
+//!                                        <-  BlobsWritten, not answered
 //!   State (JSON)                         ->  Ok
 //!   Complete | CompletePaused            ->  Ok: the handover is acknowledged
 //!   Confirm [figures]                    ->  Ok: the guest runs                [negotiated]
@@ -43,14 +50,28 @@
 //!                                        <-  Pending: what is missing, answered with Ok
 //! ```
 //!
+//! A check of a migration is a connection of its own, which the destination answers while it waits for a source. Nothing
+//! is moved, and nothing is allocated:
+//!
+//! ```text
+//!   Check                                ->  Ok + JSON as for Capabilities
+//!   Capabilities (JSON, with the size)   ->  Ok
+//!   Config (JSON)                        ->  [Alive once a second until then] Ok + JSON: what was found
+//!   CheckBytes ...                       ->  Ok for each: they are discarded
+//! ```
+//!
 //! Without negotiation the guest runs when Complete is answered, as with every version 0 peer.
 //! With it, the destination runs the guest only after Confirm: if it ran on Complete, a lost
 //! answer would leave the guest running on both sides.
 
 mod answer;
+pub mod blobs;
 pub mod capabilities;
+pub mod check;
 pub mod codec;
 pub mod formats;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
 pub mod inflate;
 pub mod message;
 pub mod runs;
@@ -125,6 +146,9 @@ pub enum ProtocolError {
     /// A compressed payload that does not decompress.
     #[error("the peer's compressed memory cannot be decompressed")]
     Zstd(#[source] std::io::Error),
+    /// Bytes of a part of the state that do not fit to what has come before.
+    #[error(transparent)]
+    Blob(#[from] blobs::BlobError),
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),

@@ -9,15 +9,25 @@ use page_bitmap::PageBitmap;
 use proptest::prelude::*;
 
 use super::ProtocolError;
+use super::blobs::{
+    BLOB_BYTES_MAX, BLOB_LIST_BYTES_MAX, BLOBS_MAX, BlobChunk, BlobError, BlobInfo, BlobList,
+    CHUNK_BYTES_MAX,
+};
+use super::check::CHECK_BYTES_MAX;
 use super::codec::{
     ANSWER_BYTES_MAX, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header, PENDING_BYTES_MAX,
     PLAIN_TABLE_BYTES_MAX, RANGE_BYTES, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX,
     put_varint, read_payload, take_varint,
 };
-use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
+use super::fuzzing::fuzz_stream;
+use super::message::{Answer, Command, Message, Recover, Role, VERSION};
 use super::runs;
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
+
+fn chunk(bytes: &[u8]) -> BlobChunk {
+    BlobChunk { blob: 0x102, offset: 0x0102_0304_0506, bytes: bytes.to_vec() }
+}
 
 /// A sample message for each command.
 fn sample(command: Command) -> Message {
@@ -53,6 +63,11 @@ fn sample(command: Command) -> Message {
         Command::Stale => Message::Stale(vec![0, 0]),
         Command::Renew => Message::Renew,
         Command::Verdict => Message::Verdict { id: [9; 16], verdict: Verdict::Committed },
+        Command::Blobs => Message::Blobs(b"[]".to_vec()),
+        Command::BlobChunk => Message::BlobChunk(chunk(b"firmware")),
+        Command::BlobsWritten => Message::BlobsWritten(vec![0x0102_0304_0506, 0, u64::MAX]),
+        Command::Check => Message::Check,
+        Command::CheckBytes => Message::CheckBytes(vec![7; 3]),
         Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
@@ -107,6 +122,11 @@ one_test_per_message! {
     stale: Stale,
     renew: Renew,
     verdict: Verdict,
+    blobs: Blobs,
+    blob_chunk: BlobChunk,
+    blobs_written: BlobsWritten,
+    check: Check,
+    check_bytes: CheckBytes,
 }
 
 #[test]
@@ -196,6 +216,10 @@ fn every_payload_has_a_limit() {
         (Command::Elsewhere, TABLE_BYTES_MAX),
         (Command::PageFault, TABLE_BYTES_MAX),
         (Command::Ahead, TABLE_BYTES_MAX),
+        (Command::Blobs, BLOB_LIST_BYTES_MAX),
+        (Command::BlobChunk, CHUNK_BYTES_MAX),
+        (Command::BlobsWritten, 8 * BLOBS_MAX as u64),
+        (Command::CheckBytes, CHECK_BYTES_MAX),
     ] {
         let bytes = Header::new(command.code(), max_bytes + RANGE_BYTES as u64).encode();
         let refused = Message::read(&mut &bytes[..]);
@@ -240,6 +264,65 @@ fn reasons_are_cut_to_the_limit_and_cannot_control_a_terminal() {
     bytes.extend(nasty);
     let Answer::Error { reason } = Answer::read(&mut &bytes[..]).unwrap() else { panic!() };
     assert_eq!(reason, " [31mred  \u{fffd}");
+}
+
+#[test]
+fn chunks_of_the_state_are_whole_and_bounded() {
+    let expected = [
+        &[0x18, 0x47, 2, 1, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0][..],
+        &[6, 5, 4, 3, 2, 1, 0, 0, b'x'],
+    ];
+    assert_eq!(Message::BlobChunk(chunk(b"x")).encode(), expected.concat());
+    let end = Message::BlobChunk(chunk(b""));
+    assert_eq!(Message::read(&mut &end.encode()[..]).unwrap(), end);
+    let full = Message::BlobChunk(chunk(&vec![7; usize::try_from(CHUNK_BYTES_MAX).unwrap()]));
+    assert_eq!(Message::read(&mut &full.encode()[..]).unwrap(), full);
+    let long = [&Header::new(Command::BlobChunk.code(), CHUNK_BYTES_MAX + 9).encode()[..], &[0; 8]];
+    let refused = Message::read(&mut &long.concat()[..]);
+    assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{refused:?}");
+    let short = [&Header::new(Command::BlobChunk.code(), 7).encode()[..], &[0; 7]].concat();
+    let refused = Message::read(&mut &short[..]);
+    assert!(matches!(refused, Err(ProtocolError::BadLength { .. })), "{refused:?}");
+    let mut odd = Message::BlobChunk(chunk(b"x")).encode();
+    odd[4] = 1;
+    let refused = Message::read(&mut &odd[..]);
+    assert!(matches!(refused, Err(ProtocolError::Malformed { .. })), "{refused:?}");
+}
+
+#[test]
+fn what_is_written_of_the_state_is_bounded_and_whole() {
+    let most = Message::BlobsWritten(vec![7; BLOBS_MAX]);
+    assert_eq!(Message::read(&mut &most.encode()[..]).unwrap(), most);
+    let more = Message::BlobsWritten(vec![7; BLOBS_MAX + 1]).encode();
+    let refused = Message::read(&mut &more[..]);
+    assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{refused:?}");
+    let part = [&Header::new(Command::BlobsWritten.code(), 9).encode()[..], &[0; 9]].concat();
+    let refused = Message::read(&mut &part[..]);
+    assert!(matches!(refused, Err(ProtocolError::BadLength { .. })), "{refused:?}");
+}
+
+#[test]
+fn a_list_of_parts_of_the_state_has_limits() {
+    let list = |count: usize, len_bytes_max| BlobList {
+        blobs: (0..count)
+            .map(|number| BlobInfo {
+                name: format!("gpu{number}"),
+                len_bytes_max,
+                about: serde_json::json!({"device": [1, 2]}),
+            })
+            .collect(),
+    };
+    let most = list(BLOBS_MAX, BLOB_BYTES_MAX);
+    assert_eq!(BlobList::parse(&most.to_json()).unwrap(), most);
+    let refused = BlobList::parse(&list(BLOBS_MAX + 1, 1).to_json());
+    assert!(matches!(refused, Err(ProtocolError::Blob(BlobError::TooMany(_)))), "{refused:?}");
+    let refused = BlobList::parse(&list(1, BLOB_BYTES_MAX + 1).to_json());
+    assert!(matches!(refused, Err(ProtocolError::Blob(BlobError::Limit { .. }))), "{refused:?}");
+    let mut red = list(1, 1);
+    red.blobs[0].name = "\x1b[31mgpu".to_owned();
+    let refused = BlobList::parse(&red.to_json());
+    assert!(matches!(refused, Err(ProtocolError::Malformed { .. })), "{refused:?}");
+    assert!(matches!(BlobList::parse(b"[]"), Err(ProtocolError::Json { .. })));
 }
 
 /// Maps of these lengths with these bits set.
@@ -314,6 +397,25 @@ proptest! {
             .collect();
         let message = Message::Memory(ranges);
         prop_assert_eq!(Message::read(&mut &message.encode()[..]).unwrap(), message);
+    }
+
+    #[test]
+    fn chunks_of_the_state_come_back(
+        blob: u16, offset: u64, bytes in prop::collection::vec(any::<u8>(), 0..300),
+    ) {
+        let message = Message::BlobChunk(BlobChunk { blob, offset, bytes });
+        prop_assert_eq!(Message::read(&mut &message.encode()[..]).unwrap(), message);
+    }
+
+    #[test]
+    fn any_chunks_of_the_state_are_taken_or_refused(
+        chunks in prop::collection::vec((0u16..3, 0u64..12, 0usize..5), 0..40),
+    ) {
+        let encoded = chunks.into_iter().flat_map(|(blob, offset, len)| {
+            let bytes = vec![1; len];
+            Message::BlobChunk(BlobChunk { blob, offset, bytes }).encode()
+        });
+        fuzz_stream(&encoded.collect::<Vec<_>>());
     }
 
     #[test]

@@ -345,7 +345,7 @@ fn a_cancelled_snapshot_leaves_nothing() {
 
 /// A process that died after any of the steps: nothing can be restored, and the next snapshot succeeds.
 #[test]
-fn whatever_a_crash_leaves_is_no_snapshot_and_no_obstacle() {
+fn whatever_a_crash_leaves_is_no_snapshot_and_no_refusal() {
     let names = [MEMORY_FILE, INDEX_FILE, CONFIG_FILE, STATE_FILE];
     for renamed in 0..=names.len() {
         let folder = taken(&filled(Backing::Shared));

@@ -44,6 +44,19 @@ const RATE_PERCENT: u64 = 80;
 /// Least number of bytes that must be sent for a low rate to be meaningful.
 const RATE_BYTES_MIN: u64 = 1 << 20;
 
+/// Rate at which a device is assumed to give its state where the link was not measured, and to give and take it where
+/// its state is sent within the document: read, sent and written one after the other.
+const STATE_BYTES_PER_S: u64 = 100 << 20;
+
+/// How parts of the state are sent that have many bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StateCost {
+    /// Their length, as far as it is known.
+    pub bytes: u64,
+    /// They travel on all connections while they are read and written; otherwise in the document, as base64.
+    pub is_apart: bool,
+}
+
 /// Decision after counting the dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
@@ -79,6 +92,10 @@ pub(crate) struct Forecast {
     pub sweep: Duration,
     /// Rate of the last round in bytes per second; 0 before.
     pub link_rate: u64,
+    /// A round was long enough to measure the link.
+    pub is_measured: bool,
+    /// Long parts of the state.
+    pub state: StateCost,
 }
 
 /// Expected downtime if the guest were stopped now.
@@ -101,7 +118,7 @@ impl Expected {
 
     /// True when the fixed part exceeds three quarters of `allowed` and memory needs a quarter at most:
     /// further rounds would not help.
-    fn is_unavoidable(self, allowed: Duration) -> bool {
+    pub(crate) fn is_unavoidable(self, allowed: Duration) -> bool {
         self.fixed > allowed * 3 / 4 && self.pages.saturating_add(self.unlogged) <= allowed / 4
     }
 }
@@ -111,6 +128,7 @@ impl Forecast {
     pub(crate) fn measured(&mut self, sent: u64, took: Duration) {
         let (now, before) = (rate(sent, took), self.link_rate);
         if sent >= RATE_BYTES_MIN {
+            self.is_measured = true;
             // The fixed cost of a round is counted separately. This at most doubles the measured rate.
             self.link_rate = rate(sent, took.saturating_sub(self.sweep).max(took / 2));
             return;
@@ -124,14 +142,29 @@ impl Forecast {
 
     /// The expected downtime with `remaining_bytes` left, or with all `unlogged_bytes` of memory to be sent again.
     pub(crate) fn downtime(&self, remaining_bytes: u64, unlogged_bytes: Option<u64>) -> Expected {
-        let fixed = self.switch_over + self.scan + self.sweep + ROUND_TRIPS * self.round_trip;
         let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
         let rate = u64::try_from(rate).unwrap_or(u64::MAX);
+        let costs = [self.scan, self.sweep, ROUND_TRIPS * self.round_trip, self.state_time(rate)];
+        let fixed = costs.into_iter().fold(self.switch_over, Duration::saturating_add);
         let (pages, unlogged) = match unlogged_bytes {
             None => (time_for(remaining_bytes, rate), Duration::ZERO),
             Some(bytes) => (Duration::ZERO, time_for(bytes.max(remaining_bytes), rate)),
         };
         Expected { fixed, pages, unlogged }
+    }
+}
+
+impl Forecast {
+    /// How long the long parts of the state take at this rate of the link.
+    fn state_time(&self, rate: u64) -> Duration {
+        let StateCost { bytes, is_apart } = self.state;
+        // Rounds that have next to nothing to send say next to nothing about the link.
+        let rate = if self.is_measured { rate } else { rate.max(STATE_BYTES_PER_S) };
+        if is_apart {
+            return time_for(bytes, rate);
+        }
+        let text_bytes = bytes.div_ceil(3).saturating_mul(4);
+        time_for(bytes, STATE_BYTES_PER_S).saturating_add(time_for(text_bytes, rate))
     }
 }
 
@@ -426,6 +459,7 @@ mod tests {
             sweep: Duration::ZERO,
             scan: 2 * MS,
             link_rate: 1_000_000,
+            ..Forecast::default()
         };
         let expected = forecast.downtime(800_000, None);
         let unlogged = Duration::ZERO;
@@ -438,6 +472,30 @@ mod tests {
         assert_eq!(expected, Expected { fixed: 39 * MS, pages, unlogged });
         assert_eq!(expected.total(), 1039 * MS);
         assert_eq!(forecast.downtime(800_000, Some(1)).unlogged, 1000 * MS);
+    }
+
+    #[test]
+    fn the_forecast_counts_the_state_of_devices_at_the_measured_rate() {
+        const MIB: u64 = 1 << 20;
+        let mut forecast = Forecast { round_trip: MS, ..Forecast::default() };
+        forecast.state = StateCost { bytes: 4000 * MIB, is_apart: true };
+        let fixed =
+            |forecast: &Forecast| forecast.downtime(0, None).fixed.saturating_sub(ROUND_TRIPS * MS);
+        assert_eq!(fixed(&forecast), 40_000 * MS, "as assumed, as nothing was measured");
+        forecast.measured(4096, 1000 * MS);
+        assert_eq!(fixed(&forecast), 40_000 * MS + forecast.sweep, "nor by such a round");
+        forecast.measured(1250 * MIB, 1000 * MS + forecast.sweep);
+        assert_eq!(forecast.link_rate, 1250 * MIB);
+        assert_eq!(fixed(&forecast), 4000 * MS + forecast.sweep, "four fifths of the rate");
+        // A slower link, which is not assumed to be faster than it is.
+        forecast.measured(10 * MIB, 1000 * MS + forecast.sweep);
+        assert_eq!(fixed(&forecast), 500_000 * MS + forecast.sweep);
+        // To an older destination: read and written one after the other, with four characters for three bytes.
+        forecast.measured(1250 * MIB, 1000 * MS + forecast.sweep);
+        forecast.state = StateCost { bytes: 300 * MIB, is_apart: false };
+        assert_eq!(fixed(&forecast), (3000 + 400) * MS + forecast.sweep);
+        forecast.state.bytes = u64::MAX;
+        assert!(forecast.downtime(u64::MAX, None).total() > HOUR, "without an overflow");
     }
 
     #[test]

@@ -11,6 +11,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::blobs::send_blobs;
 use super::negotiate::{Links, Terms};
 use super::other::{self, Given};
 use super::peers::Peers;
@@ -235,7 +236,12 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     stage: &mut Stage,
     context: Context<'_>,
 ) -> Result<Option<Acknowledged>, Failure> {
-    let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
+    let blobs = send_blobs(vm, control, links, context)?;
+    // The destination takes the end of these connections for the end of their work.
+    if !blobs.is_empty() {
+        links.memory.clear();
+    }
+    let state = vm.state_json(&blobs).map_err(Cause::Vm).step("saving the guest's state")?;
     check_cancel(context.cancel, "saving the guest's state")?;
     let mut pending = server.map(|server| server.encode_pending());
     if let Some(server) = server {

@@ -11,10 +11,12 @@
 //! | `content` | what goes in one message of memory |
 //! | `page_maps` | sets of pages of all regions: populated, dirty, in the destination's units |
 //! | `switch` | what ends precopy early, in favour of postcopy |
+//! | `check` | what a migration would fail with and take, without one |
 //! | `unit_space` | all memory as one index space, of which connections claim slices |
 //! | `send_stream` | a connection in a round: how much it may claim |
 //! | `compression` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
+//! | `blobs` | parts of the state that are sent as bytes, on all connections |
 //! | `stop` | Stop: the guest is paused, remaining pages are sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
 //! | `peers` | who is told of a failure |
@@ -27,6 +29,8 @@
 //! return in Handover, and only its remains exist after that.
 
 mod announce;
+mod blobs;
+mod check;
 mod compression;
 mod content;
 mod convergence;
@@ -59,6 +63,7 @@ use other::Given;
 use peers::Peers;
 use verdict::Retraction;
 
+pub use check::{CheckError, KnownBefore, check};
 pub use serve::{Held, serve_for_another};
 
 /// Options, progress and handles that every phase of one migration uses.

@@ -16,18 +16,23 @@ use super::{Connected, Context, PhaseFailure};
 use crate::borders::Borders;
 use crate::channel::{Channel, PositiveAnswer};
 use crate::commit::usable;
+use crate::descriptors;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{Backing, Layout, PAGE_BYTES};
 use crate::opening::Opening;
-use crate::options::{Compression, MemoryMode};
+use crate::options::{
+    CONNECTIONS_MAX, Compression, MemoryMode, SendOptions, URGENT_CONNECTIONS_SHARED,
+};
 use crate::page_server::PageServerHandle;
 use crate::protocol::ProtocolError;
+use crate::protocol::blobs::BlobInfo;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_FIGURES,
-    FEATURE_LOCAL, FEATURE_MAPPING, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING,
-    FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES,
-    common, features, millis, software,
+    Accepted, FEATURE_BLOBS, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY,
+    FEATURE_FEWER_CONNECTIONS, FEATURE_FIGURES, FEATURE_LOCAL, FEATURE_MANY_URGENT,
+    FEATURE_MAPPING, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_STALE,
+    FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
+    features, millis, software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
@@ -53,6 +58,8 @@ pub(crate) struct Links {
     pub round_trip: Duration,
     /// The page server that will send the remaining pages of a postcopy, if any.
     pub page_server: Option<Box<dyn PageServerHandle>>,
+    /// Parts of the state that are sent beside it.
+    pub blobs: Vec<BlobInfo>,
 }
 
 impl Links {
@@ -231,7 +238,8 @@ pub(crate) fn agree<V: SourceVm>(
         check_files(&**memory)?;
     }
     let needed = vm.formats();
-    let (token, round_trip) = offer(memory, needed, control, context)?;
+    let wanted = connections_with_room(context);
+    let (token, round_trip) = offer(memory, needed, wanted, control, context)?;
     let plain_peer = match &token {
         None => vm.meet_plain().map_err(Cause::Vm).step("meeting a destination of version 0")?,
         Some(_) => PlainPeer::Own,
@@ -251,6 +259,10 @@ pub(crate) fn agree<V: SourceVm>(
         }
         vm.meet(known);
     }
+    // A destination to which memory comes later takes the state at once.
+    let apart = context.options.mode() == MemoryMode::Precopy
+        && token.as_ref().is_some_and(|(features, _)| features.contains(FEATURE_BLOBS));
+    let blobs = vm.blobs(apart).map_err(Cause::Vm).step("reading what the state consists of")?;
     let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         give_files(&**memory, control, context)?;
@@ -289,25 +301,36 @@ pub(crate) fn agree<V: SourceVm>(
             }
         }
     };
+    let counts = accepted_connections(wanted, token.as_ref(), context);
     let token = token.map(|(_, accepted)| accepted.token);
-    let (bulk_count, urgent_count) = extra_connections(context);
-    let opening = Opening {
-        to: &context.options.to,
-        beside: &control.connection,
-        token: token.as_ref(),
-        cancel: context.cancel,
-        limits: &context.options.limits,
-    };
-    let mut roles = vec![Role::Memory; bulk_count.into()];
-    roles.resize(usize::from(bulk_count) + usize::from(urgent_count), Role::Fault);
-    let mut memory_links = opening.all(&roles).step("opening further connections")?;
-    let urgent = memory_links.split_off(bulk_count.into());
+    let (memory, urgent) = open_further(control, token.as_ref(), counts, context)?;
     let page_server = vm.page_server().map_err(Cause::Vm).step("starting the page server")?;
     if let Some(page_server) = &page_server {
         context.progress.has_page_server(page_server.identity());
     }
     let records = Vec::new();
-    Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, page_server })
+    Ok(Links { memory, urgent, terms, token, records, round_trip, page_server, blobs })
+}
+
+/// Opens the connections for memory and those for requested pages.
+fn open_further(
+    control: &Channel,
+    token: Option<&[u8; TOKEN_BYTES]>,
+    (bulk_count, urgent_count): (u16, u16),
+    context: Context<'_>,
+) -> Result<(Vec<Channel>, Vec<Channel>), Failure> {
+    let opening = Opening {
+        to: &context.options.to,
+        beside: &control.connection,
+        token,
+        cancel: context.cancel,
+        limits: &context.options.limits,
+    };
+    let mut roles = vec![Role::Memory; bulk_count.into()];
+    roles.resize(usize::from(bulk_count) + usize::from(urgent_count), Role::Fault);
+    let mut memory = opening.all(&roles).step("opening further connections")?;
+    let urgent = memory.split_off(bulk_count.into());
+    Ok((memory, urgent))
 }
 
 /// Refuses what another program that speaks plain version 0 does not take.
@@ -322,7 +345,7 @@ fn check_other(context: Context<'_>) -> Result<(), Failure> {
 }
 
 /// Refuses memory without a file to hand over.
-fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
+pub(super) fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
     for (region, info) in memory.layout().regions().iter().enumerate() {
         if memory.file(region).is_none() {
             let what = format!(
@@ -354,8 +377,7 @@ fn give_files<M: GuestMemoryMap>(
 }
 
 /// Numbers of extra connections: precopy also uses the first connection for memory.
-fn extra_connections(context: Context<'_>) -> (u16, u16) {
-    let options = context.options;
+pub(super) fn extra_connections(options: &SendOptions) -> (u16, u16) {
     match options.mode() {
         _ if options.local => (0, 0),
         MemoryMode::Precopy => (options.connections - 1, 0),
@@ -363,6 +385,37 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
             (options.connections, options.urgent_connections())
         }
     }
+}
+
+/// Connections for requested pages that a destination of any version takes: those of more vCPUs are shared.
+fn for_any(urgent_connections: u16) -> u16 {
+    match urgent_connections {
+        0..=CONNECTIONS_MAX => urgent_connections,
+        _ => URGENT_CONNECTIONS_SHARED,
+    }
+}
+
+/// The same, as far as this process has descriptors for them.
+fn connections_with_room(context: Context<'_>) -> (u16, u16) {
+    let wanted = extra_connections(context.options);
+    let room = descriptors::room(wanted.0.saturating_add(wanted.1));
+    descriptors::fewer_telling(wanted, room, context.options.mode(), "this process")
+}
+
+/// As many of these as the destination takes.
+fn accepted_connections(
+    (bulk, urgent): (u16, u16),
+    token: Option<&Taken>,
+    context: Context<'_>,
+) -> (u16, u16) {
+    let takes_many = |(features, _): &Taken| features.contains(FEATURE_MANY_URGENT);
+    let urgent = if token.is_some_and(takes_many) { urgent } else { for_any(urgent) };
+    let offered = (bulk, urgent);
+    let most = token.and_then(|(features, accepted)| {
+        accepted.connections_max.filter(|_| features.contains(FEATURE_FEWER_CONNECTIONS))
+    });
+    let Some(most) = most else { return offered };
+    descriptors::fewer_telling(offered, most, context.options.mode(), "the destination")
 }
 
 /// Features and answer of a negotiating destination.
@@ -373,6 +426,7 @@ type Taken = (BTreeSet<String>, Accepted);
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
     formats: Formats,
+    connections: (u16, u16),
     control: &mut Channel,
     context: Context<'_>,
 ) -> Result<(Option<Taken>, Duration), Failure> {
@@ -410,18 +464,7 @@ fn offer<M: GuestMemoryMap>(
         }
         return Ok((None, round_trip));
     }
-    let (bulk_connections, urgent_connections) = extra_connections(context);
-    let document = Offer {
-        software: software(),
-        features: features(),
-        memory_mode: options.mode(),
-        bulk_connections,
-        urgent_connections,
-        local: options.local,
-        recover_timeout_ms: Some(millis(options.recover_timeout)),
-        regions: memory.layout().regions().to_vec(),
-        formats,
-    };
+    let document = document(&**memory, formats, connections, options);
     let asked = Instant::now();
     let answer = control
         .ask(&Message::Capabilities(document.to_json()), limit)
@@ -430,6 +473,35 @@ fn offer<M: GuestMemoryMap>(
     let accepted = Accepted::parse(&answer.payload).step("negotiating capabilities")?;
     log::info!("the destination is {:?}", accepted.software);
     let features = common(&document.features, &accepted.features);
+    match missing_features(options, &features).into_iter().next() {
+        None => Ok((Some((features, accepted)), round_trip)),
+        Some(missing) => Err(missing).step("negotiating capabilities"),
+    }
+}
+
+/// What a migration begins with.
+pub(super) fn document(
+    memory: &impl GuestMemoryMap,
+    formats: Formats,
+    (bulk_connections, urgent_connections): (u16, u16),
+    options: &SendOptions,
+) -> Offer {
+    Offer {
+        software: software(),
+        features: features(),
+        memory_mode: options.mode(),
+        bulk_connections,
+        urgent_connections: for_any(urgent_connections),
+        many_urgent_connections: Some(urgent_connections).filter(|many| *many > CONNECTIONS_MAX),
+        local: options.local,
+        recover_timeout_ms: Some(millis(options.recover_timeout)),
+        regions: memory.layout().regions().to_vec(),
+        formats,
+    }
+}
+
+/// What the options need and is not among the features that both sides have.
+pub(super) fn missing_features(options: &SendOptions, features: &BTreeSet<String>) -> Vec<Cause> {
     let mut needed = vec![FEATURE_CONFIRM];
     if options.mode().may_postcopy() {
         needed.push(FEATURE_POSTCOPY);
@@ -440,16 +512,12 @@ fn offer<M: GuestMemoryMap>(
     if options.local {
         needed.push(FEATURE_LOCAL);
     }
-    match needed.iter().find(|feature| !features.contains(**feature)) {
-        None => Ok((Some((features, accepted)), round_trip)),
-        Some(missing) => Err(Failure::new(
-            "negotiating capabilities",
-            Cause::Unsupported {
-                what: format!("the destination lacks {missing}"),
-                remedy: "update the destination",
-            },
-        )),
-    }
+    needed.retain(|feature| !features.contains(*feature));
+    let lacks = |missing| Cause::Unsupported {
+        what: format!("the destination lacks {missing}"),
+        remedy: "update the destination",
+    };
+    needed.into_iter().map(lacks).collect()
 }
 
 /// Asks for what a destination may take long for: mapping memory, or discarding it. One that says that it

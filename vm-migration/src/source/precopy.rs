@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use page_bitmap::PageBitmap;
 
-use super::convergence::{Decision, Expected, Forecast, Measure, Policy};
+use super::convergence::{Decision, Expected, Forecast, Measure, Policy, StateCost};
 use super::negotiate::{Links, ask_of_mapping};
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::peers::Peers;
@@ -24,6 +24,7 @@ use crate::figures::rate;
 use crate::layout::PAGE_BYTES;
 use crate::options::{Convergence, DirtyClear, MemoryMode, TimeoutStrategy};
 use crate::progress::Event;
+use crate::protocol::blobs::BlobList;
 use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
@@ -113,6 +114,10 @@ impl<V: SourceVm> Negotiated<V> {
             self.prepare_stop(context)?;
             return Ok(RemainingMemory::Shared);
         }
+        if !self.links.terms.early_memory() {
+            // The machine is built.
+            self.announce_blobs(context)?;
+        }
         let log = self.start_log()?;
         match context.options.mode() {
             MemoryMode::Precopy | MemoryMode::Auto => match self.rounds(&log, context)? {
@@ -170,6 +175,7 @@ impl<V: SourceVm> Negotiated<V> {
                 controller.round_trip(self.ping(options.limits.answer)?);
             }
             controller.forecast.switch_over = self.vm.switch_over_time();
+            controller.forecast.state.bytes = self.vm.blob_bytes();
             // Hints are not asked for again when the guest has stopped.
             let free = context.progress.counters.free_pages.load(Ordering::Relaxed) * PAGE_BYTES;
             controller.unlogged(log.devices_without_log(), sent.saturating_add(free));
@@ -344,11 +350,24 @@ impl<V: SourceVm> Negotiated<V> {
         } else {
             self.control.answer(context.silent_preparation()).step(STEP)?;
         }
+        self.announce_blobs(context)?;
         let waited = asked.elapsed();
         if waited >= WORTH_A_LINE {
             log::info!("the destination was ready after another {} s", waited.as_secs());
         }
         Ok(waited)
+    }
+
+    /// Has the destination, whose machine is built, prepare for the parts of the state that come beside it, so that what
+    /// it lacks for them is known before the guest stops.
+    fn announce_blobs(&mut self, context: Context<'_>) -> Result<(), Failure> {
+        const STEP: &str = "waiting for the destination to prepare for the state of devices";
+        let blobs = self.links.blobs.clone();
+        if !blobs.is_empty() {
+            let list = Message::Blobs(BlobList { blobs }.to_json());
+            ask_of_mapping(&mut self.control, &list, true, context).step(STEP)?;
+        }
+        Ok(())
     }
 }
 
@@ -384,6 +403,7 @@ impl<'a> ConvergenceController<'a> {
         let forecast = Forecast {
             switch_over: vm.switch_over_time(),
             round_trip: links.round_trip,
+            state: StateCost { bytes: vm.blob_bytes(), is_apart: !links.blobs.is_empty() },
             ..Forecast::default()
         };
         let (began, waited) = (Instant::now(), Duration::ZERO);

@@ -76,8 +76,10 @@ impl<V: SourceVm> Copied<V> {
                         announce: false,
                     };
                     send_round(&*memory, log, pass, &mut control, &mut links, context)?;
-                    // The destination takes the end of these connections for the end of their work.
-                    links.memory.clear();
+                    if links.blobs.is_empty() {
+                        // The destination takes the end of these connections for the end of their work.
+                        links.memory.clear();
+                    }
                     Ok(None)
                 }
                 StopTransfer::AfterHandover(pages, told) => {

@@ -216,7 +216,7 @@ impl FakeMemory {
         self: &Arc<Self>,
         vcpus: usize,
     ) -> Result<Arc<OwnFaults<Self>>, UffdError> {
-        let faults = OwnFaults::refusing(Arc::clone(self), 1, vcpus, Box::new(NoBarrier))?;
+        let faults = OwnFaults::refusing(Arc::clone(self), 1, 0..vcpus, Box::new(NoBarrier))?;
         let faults = Arc::new(faults);
         let _ = self.refusing.set(Arc::downgrade(&faults));
         Ok(faults)

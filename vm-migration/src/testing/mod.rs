@@ -16,7 +16,8 @@ mod page_server;
 pub use certificates::TestCa;
 pub use guest::{Guest, Pace, Writers};
 pub use machine::{
-    Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,
+    BlobFault, Builder, Calls, FakeBlobs, FakeDestination, FakeMapped, FakePaused, FakeVm, Gated,
+    Inject, Throttled,
 };
 pub use memory::{FakeLog, FakeMemory, FakeMemoryError};
 pub use page_server::{Behaviour, FakePageServer, Served};

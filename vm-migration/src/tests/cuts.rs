@@ -20,12 +20,12 @@ use super::{
     loopback, memory, options, send,
 };
 use crate::protocol::capabilities::{
-    FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_MAPPING, FEATURE_PIECES,
-    FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_ZERO_PAGES, FEATURE_ZSTD,
+    FEATURE_BLOBS, FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_MAPPING,
+    FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_ZERO_PAGES, FEATURE_ZSTD,
 };
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
-use crate::testing::{FakeMemory, Inject};
+use crate::testing::{FakeBlobs, FakeMemory, Inject};
 use crate::{Address, Compression, GuestLocation, Limits, MemoryMode};
 
 /// Limits of the cases in which a peer stalls; each case takes that long.
@@ -43,12 +43,15 @@ enum Kind {
     Local,
     /// Into memory that is populated.
     Ready,
+    /// With the state of devices.
+    Devices,
 }
 
 /// Both sides of one migration through a relay.
 struct Run {
     from: Arc<FakeMemory>,
     guest: Arc<Guest>,
+    blobs: FakeBlobs,
     sent: SendResult,
     /// The destination's result, and that of its Fault phase.
     received: ReceiveResult,
@@ -90,9 +93,13 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let at = match kind {
         Kind::Local => Address::Unix(dir.path().join("mig")),
-        Kind::Plain | Kind::Compressed | Kind::Secured | Kind::Ready => loopback(),
+        _ => loopback(),
     };
-    let target = Target::start(&at, Builder::new(&to, &guest), limits);
+    let blobs = match kind {
+        Kind::Devices => FakeBlobs::new(&[3_000_000, 11]),
+        _ => FakeBlobs::default(),
+    };
+    let target = Target::start(&at, Builder::new(&to, &guest).blobs(&blobs), limits);
     let relay = Relay::start(&target.address, rule);
     let mut options = options(&relay.address);
     (options.memory_mode, options.limits, options.local) = (mode, limits, kind == Kind::Local);
@@ -117,7 +124,7 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
         });
         (received, well)
     });
-    let vm = FakeVm::new(&from, &guest);
+    let vm = FakeVm::new(&from, &guest).blobs(&blobs);
     // Precopy that may switch always does.
     let vm = if mode == MemoryMode::Auto { vm.inject(Inject::Busy) } else { vm };
     let sent = send(vm.running(), &options);
@@ -127,12 +134,12 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let commands = relay.seen.lock().clone();
     let (received, faults_well) = receiver.join().unwrap();
     drop(relay);
-    Run { from, guest, sent, received, faults_well, commands }
+    Run { from, guest, blobs, sent, received, faults_well, commands }
 }
 
 /// Checks a case against the state machine; returns its line of the table.
 fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
-    let Run { from, guest, sent, received, faults_well, .. } = run;
+    let Run { from, guest, blobs, sent, received, faults_well, .. } = run;
     let case = format!("{mode:?} {kind:?} {:?} {:?} {:?}", cut.at, cut.point, cut.act);
     let confirm = cut.at == Command::Confirm;
     // Once the guest belongs to the destination and pages are missing, lost connections are
@@ -179,9 +186,11 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
             assert_eq!(faults_well.is_some(), postcopy, "{case}");
             assert_ne!(faults_well, Some(false), "{case}");
             assert_whole(&guest, received.vm.memory());
+            assert!(kind != Kind::Devices || blobs.have_arrived(true), "{case}");
         }
         Err(failure) => assert!(!confirm, "{case}: {failure:?}"),
     }
+    assert_eq!(blobs.open_sources(), 0, "{case}");
     format!("{case}: {outcome}")
 }
 
@@ -242,6 +251,11 @@ fn a_cut_at_any_message_of_precopy() {
 }
 
 #[test]
+fn a_cut_at_any_message_with_the_state_of_devices() {
+    table(MemoryMode::Precopy, Kind::Devices, &[Command::Blobs, Command::BlobChunk]);
+}
+
+#[test]
 fn a_cut_at_any_message_of_compressed_precopy() {
     table(MemoryMode::Precopy, Kind::Compressed, &[Command::MemoryZstd]);
 }
@@ -295,6 +309,7 @@ fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
         received.vm.stop();
         assert_ne!(run.faults_well, Some(false), "{feature}");
         assert_whole(&run.guest, received.vm.memory());
+        assert!(kind != Kind::Devices || run.blobs.have_arrived(feature != FEATURE_BLOBS));
         run.commands
     };
     let (precopy, postcopy) = (MemoryMode::Precopy, MemoryMode::Postcopy);
@@ -305,8 +320,11 @@ fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
     unused(FEATURE_COMING, Kind::Plain, Command::Coming);
     unused(FEATURE_EARLY_MEMORY, Kind::Plain, Command::AwaitMachine);
     unused(FEATURE_ZERO_PAGES, Kind::Plain, Command::ZeroPages);
+    unused(FEATURE_BLOBS, Kind::Devices, Command::Blobs);
+    unused(FEATURE_BLOBS, Kind::Devices, Command::BlobChunk);
     optional(FEATURE_PREPARING, precopy, Kind::Plain);
     optional(FEATURE_MAPPING, precopy, Kind::Plain);
+    optional(FEATURE_EARLY_MEMORY, precopy, Kind::Devices);
     let refused = |feature, mode, kind| {
         let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
         let SendFailure::Resumed { mut vm, error } = *run.sent.unwrap_err() else { panic!() };

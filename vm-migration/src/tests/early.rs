@@ -4,12 +4,13 @@
 //! guest was stopped.
 
 use std::collections::BTreeSet;
-use std::io::{Read as _, Write as _};
+use std::io::Read as _;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use super::by_hand::{answer, message, negotiate};
 use super::hostile::agree;
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_in_order, assert_whole, have_uffd, loopback,
@@ -18,9 +19,8 @@ use super::{
 use crate::channel::Channel;
 use crate::options::Limits;
 use crate::progress::Phase;
-use crate::protocol::capabilities::{Accepted, FEATURE_MAPPING, features};
-use crate::protocol::formats::Formats;
-use crate::protocol::message::{Answer, Message};
+use crate::protocol::capabilities::{FEATURE_MAPPING, features};
+use crate::protocol::message::Message;
 use crate::source::SendFailure;
 use crate::testing::Inject;
 use crate::transport::{Connection, TransportError};
@@ -330,25 +330,14 @@ fn silence_after_the_configuration(features: Option<BTreeSet<String>>, limits: L
     let address = listener.local_addr().unwrap();
     let silent = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        let mut message = || {
-            let mut header = [0; 16];
-            stream.read_exact(&mut header).unwrap();
-            let len = u64::from_le_bytes(header[8..].try_into().unwrap());
-            stream.read_exact(&mut vec![0; usize::try_from(len).unwrap()]).unwrap();
-            stream.try_clone().unwrap()
-        };
-        let mut answer = |offer_taken, payload| {
-            message().write_all(&Answer::Ok { offer_taken, payload }.encode()).unwrap();
-        };
-        answer(features.is_some(), Vec::new());
         if let Some(features) = features {
-            let (software, token) = (String::from("a test"), [7; 16]);
-            let formats = Formats::default();
-            let accepted = Accepted { software, features, token, promise_ms: None, formats };
-            answer(false, accepted.to_json());
+            negotiate(&mut stream, features);
+        } else {
+            message(&mut stream);
+            answer(&mut stream, false, Vec::new());
         }
         // The configuration, and then its end.
-        drop(message());
+        message(&mut stream);
         while stream.read(&mut [0; 64]).is_ok_and(|len| len > 0) {}
     });
     let mut options = options(&format!("tcp:{address}").parse().unwrap());

@@ -95,6 +95,7 @@ pub(super) fn agree(control: &mut Channel, to: &FakeMemory, mode: MemoryMode) ->
         memory_mode: mode,
         bulk_connections: 1,
         urgent_connections: 1,
+        many_urgent_connections: None,
         local: false,
         regions: to.layout().regions().to_vec(),
     };
@@ -219,7 +220,7 @@ fn tables_that_name_more_than_the_guest_has_are_refused() {
 #[test]
 fn extra_connections_have_a_limit() {
     let hostile = HostileSource::negotiated(MemoryMode::Precopy);
-    let most = 2 * usize::from(CONNECTIONS_MAX);
+    let most = usize::from(CONNECTIONS_MAX);
     let kept: Vec<_> = (0..most).map(|_| hostile.extra(Role::Memory)).collect();
     let more = hostile.extra(Role::Memory);
     assert!(more.connection.wait_for_data(Some(LIMITS.answer)).is_ok());

@@ -114,6 +114,7 @@ fn offered(dir: &tempfile::TempDir, to: &Arc<FakeMemory>) -> (Channel, Target) {
         memory_mode: MemoryMode::Precopy,
         bulk_connections: 0,
         urgent_connections: 0,
+        many_urgent_connections: None,
         local: true,
         regions: to.layout().regions().to_vec(),
     };

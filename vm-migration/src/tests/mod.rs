@@ -6,12 +6,15 @@
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
 //! | `acknowledged` | the commit of plain version 0 |
+//! | `blobs` | state of devices that is sent as bytes |
 //! | `auto` | precopy that switches to postcopy |
 //! | `moves` | successful migrations |
 //! | `early` | building the machine while memory is sent |
 //! | `endings` | machines whose end takes long |
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and the measures against that |
+//! | `by_hand` | a destination of any version, message by message |
+//! | `check` | checks of a migration, which move nothing |
 //! | `compressed` | compressed memory |
 //! | `handed_on` | postcopy whose last pages a page server sends |
 //! | `hints` | pages that the guest reports as unused |
@@ -24,6 +27,7 @@
 //! | `figures` | figures of both sides at the end |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, sends garbage or stalls at every message |
+//! | `descriptors` | processes without descriptors for all connections |
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends the doubt after a loss at the commit, and what does not |
 //! | `ended` | a last message that the source has not received |
@@ -37,10 +41,14 @@
 
 mod acknowledged;
 mod auto;
+mod blobs;
+mod by_hand;
+mod check;
 mod commit;
 mod compressed;
 mod converging;
 mod cuts;
+mod descriptors;
 mod early;
 mod ended;
 mod endings;

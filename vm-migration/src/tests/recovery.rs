@@ -88,7 +88,7 @@ impl Proxy {
     }
 
     /// Cuts one connection of the last set, by number.
-    fn cut_one(&self, number: usize, of: usize) {
+    pub(super) fn cut_one(&self, number: usize, of: usize) {
         let links = self.links.lock();
         let last = links.len().saturating_sub(of);
         if let Some(link) = links.get(last + number % of) {
@@ -172,11 +172,28 @@ impl Run {
         adjust: impl FnOnce(&mut SendOptions),
         equip: impl FnOnce(FakeVm) -> FakeVm,
     ) -> Self {
+        Self::with(from, to, (vcpus, false), limits, adjust, equip)
+    }
+
+    /// With so many vCPUs that resolve their own faults.
+    pub(super) fn own(vcpus: u64, adjust: impl FnOnce(&mut SendOptions)) -> Self {
+        Self::with(&memory(), memory(), (vcpus, true), LIMITS, adjust, |vm| vm)
+    }
+
+    fn with(
+        from: &Arc<FakeMemory>,
+        to: Arc<FakeMemory>,
+        (vcpus, own_faults): (u64, bool),
+        limits: Limits,
+        adjust: impl FnOnce(&mut SendOptions),
+        equip: impl FnOnce(FakeVm) -> FakeVm,
+    ) -> Self {
         let guest = Guest::new(from, 77);
         guest.fill(from, 60);
         // Slow enough not to request all pages before the test acts.
         let pace = Pace::Paced(4, Duration::from_millis(3));
         let builder = Builder::new(&to, &guest).load(vcpus, 90, pace);
+        let builder = if own_faults { builder.own_faults() } else { builder };
         let receive_steering = Steering::new();
         let target = Target::steered(&loopback(), builder, limits, receive_steering.clone());
         let proxy = Proxy::start(&target.address);
@@ -227,12 +244,20 @@ impl Run {
         self.sender.is_finished()
     }
 
-    fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.destination.phase() == Phase::Done
     }
 
     pub(super) fn losses(&self) -> u32 {
         self.destination.snapshot().recovery.losses
+    }
+
+    /// Once the source has lost its connections, and does not reconnect by itself: makes it do so with `connections` of
+    /// each kind.
+    pub(super) fn recover_over(&self, connections: u16) {
+        wait_until("the pause", || self.source.phase() == Phase::PostcopyPaused);
+        self.send_steering.recover_over(steering::Recover::There, Some(connections));
+        wait_until("the recovery", || self.source.snapshot().recovery.recoveries == 1);
     }
 
     /// Waits until everything has arrived, and asserts that nothing is wrong.
@@ -369,8 +394,7 @@ fn the_operator_may_ask_for_fewer_connections() {
     run.proxy.cut_all();
     wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
     let before = run.proxy.accepted.load(Ordering::SeqCst);
-    run.send_steering.recover_over(steering::Recover::There, Some(1));
-    wait_until("the recovery", || run.source.snapshot().recovery.recoveries == 1);
+    run.recover_over(1);
     let made = run.proxy.accepted.load(Ordering::SeqCst) - before;
     assert_eq!(made, 3, "the first, one for the background, one for requests");
     run.finish();
@@ -443,7 +467,7 @@ fn after_the_timeout_it_recovers_on_command_and_at_another_address() {
 }
 
 #[test]
-fn strangers_and_repeated_attempts_are_turned_away_while_pages_arrive() {
+fn strangers_are_turned_away_while_pages_arrive() {
     if !have_uffd() {
         return;
     }

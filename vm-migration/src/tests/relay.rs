@@ -5,7 +5,7 @@
 //! Owns the frames of the first connection. On all others it only reads what the source sends, and only
 //! where no connection is cut.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -18,7 +18,7 @@ use crate::layout::to_usize;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::Command;
 use crate::transport::ByteSource as _;
-use crate::transport::{Connection, Listener, Reader, TransportError};
+use crate::transport::{Connection, Listener, Reader, TransportError, wait_readable};
 use crate::{Address, Cancel};
 
 /// Command, six spare bytes, and the length of the payload.
@@ -73,6 +73,11 @@ impl End {
         let mut reader = Reader::new(Arc::clone(&connection));
         reader.welcome_descriptors(true);
         Self { connection, reader }
+    }
+
+    /// Whether there is something to read, or the connection has ended.
+    fn has_data(&self) -> bool {
+        self.reader.has_buffered() || !matches!(self.connection.has_data_now(), Ok(false))
     }
 
     fn frame(&mut self) -> Result<Frame, TransportError> {
@@ -237,7 +242,7 @@ fn relay_control(
     let (mut speaker, mut listener) = (&mut source, &mut destination);
     let cut = if let Rule::Cut(cut) = rule { Some(cut) } else { None };
     loop {
-        let mut message = speaker.frame()?;
+        let mut message = next_message(speaker, listener)?;
         let code = u16::from_le_bytes([message.0[0], message.0[1]]);
         let command = Command::from_code(code).unwrap();
         let first = !seen.lock().contains(&command);
@@ -251,7 +256,7 @@ fn relay_control(
         if command == Command::Abandon {
             return Ok(());
         }
-        let mut answer = listener.frame()?;
+        let mut answer = answer_of(listener, speaker)?;
         forget(rule, command, &mut answer.0);
         if let Some(cut) = here(Point::Answer) {
             return act(cut.act, speaker, ended);
@@ -267,6 +272,42 @@ fn relay_control(
             (speaker, listener) = (listener, speaker);
         }
     }
+}
+
+/// The next message of the side that sends them. What the other side says without having been asked is passed on meanwhile.
+fn next_message(speaker: &mut End, listener: &mut End) -> Result<Frame, TransportError> {
+    let never = Cancel::new().unwrap();
+    loop {
+        if speaker.has_data() {
+            return speaker.frame();
+        }
+        if listener.has_data() {
+            let unasked = listener.frame()?;
+            speaker.pass(&unasked)?;
+            if !is_unasked(&unasked) {
+                // A refusal, after which nothing comes.
+                return Err(TransportError::Closed);
+            }
+            continue;
+        }
+        let both = [&*speaker, &*listener].map(|end| end.connection.as_fd().as_raw_fd());
+        wait_readable(&both, &never, None).unwrap();
+    }
+}
+
+/// The answer to a message. What the side says without having been asked is passed on before.
+fn answer_of(listener: &mut End, speaker: &End) -> Result<Frame, TransportError> {
+    loop {
+        let frame = listener.frame()?;
+        if !is_unasked(&frame) {
+            return Ok(frame);
+        }
+        speaker.pass(&frame)?;
+    }
+}
+
+fn is_unasked((bytes, _): &Frame) -> bool {
+    bytes[..2] == Command::BlobsWritten.code().to_le_bytes()
 }
 
 /// Removes the feature from the capabilities that the sides exchange.

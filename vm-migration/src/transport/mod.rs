@@ -39,12 +39,13 @@ mod tests;
 pub use address::{Address, AddressError};
 pub use listener::Listener;
 pub use reader::{ByteSource, Reader};
+pub(crate) use secured::ReceivedBytes;
 pub use socket::{Connection, Part};
 pub use tls::{ClientTls, ServerTls, TlsError};
 #[cfg(all(any(test, feature = "testing"), not(loom)))]
 #[doc(hidden)]
 pub use tls::{TlsRecordsOutcome, fuzz_tls_records, tls_records_outcome};
-pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
+pub(crate) use wait::{WaitEnd, poll_readable, wait_readable, wait_readable_or_left};
 
 use std::io;
 use std::time::Duration;

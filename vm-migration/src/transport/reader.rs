@@ -26,6 +26,12 @@ pub trait ByteSource {
     /// # Errors
     /// As [`read_exact`](Self::read_exact); part of the memory may have been written then.
     fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError>;
+
+    /// The next bytes, which then count as read, where they are in memory already and need not be copied.
+    fn lend(&mut self, len: usize) -> Option<&[u8]> {
+        let _ = len;
+        None
+    }
 }
 
 impl ByteSource for &[u8] {
@@ -105,6 +111,11 @@ impl Reader {
     /// True when data is buffered here that a poll of the socket does not show.
     pub(crate) fn has_buffered(&self) -> bool {
         self.start < self.end || self.connection.has_buffered()
+    }
+
+    /// What has been read ahead.
+    pub(crate) fn read_ahead(&self) -> &[u8] {
+        &self.ahead[self.start..self.end]
     }
 
     fn take(&mut self, len_max: usize) -> &[u8] {

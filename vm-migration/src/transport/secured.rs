@@ -10,10 +10,12 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
-use super::socket::{Connection, Part, send_now};
+use super::reader::ByteSource;
+use super::socket::{Connection, Part, guest_iovec, send_now};
 use super::tls::{ClientTls, Handshake, Left, Opener, Progress, Stream, TlsError};
 use super::wait::{WaitEnd, wait};
 use super::{Address, TransportError};
+use crate::ram::GuestSlice;
 
 const HANDSHAKE: &str = "agreeing on TLS";
 
@@ -255,6 +257,33 @@ impl Connection {
         if let Some(alert) = self.tls.as_ref().and_then(|tls| tls.close_notify()) {
             let _ = send_now(&self.socket, &alert);
         }
+    }
+}
+
+/// Bytes that have been received into a buffer. Unlike a slice as a source it populates the guest memory into which
+/// it is read, as a host without a page for that is no reason to end the process.
+pub(crate) struct ReceivedBytes<'b>(pub &'b [u8]);
+
+impl ByteSource for ReceivedBytes<'_> {
+    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
+        self.0.read_exact(buf)
+    }
+
+    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
+        for slice in slices {
+            let bytes = self.lend(slice.len()).ok_or(TransportError::Closed)?;
+            let mut piece = guest_iovec(slice);
+            // SAFETY: guest memory is mapped writable while `slices` borrows it, and no code in this process holds
+            // references into it.
+            unsafe { copy_to(&mut piece, bytes) }?;
+        }
+        Ok(())
+    }
+
+    fn lend(&mut self, len: usize) -> Option<&[u8]> {
+        let (head, tail) = self.0.split_at_checked(len)?;
+        self.0 = tail;
+        Some(head)
     }
 }
 

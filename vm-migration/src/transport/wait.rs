@@ -57,6 +57,34 @@ pub(crate) fn is_ready_now(fd: RawFd, events: i16) -> io::Result<bool> {
     }
 }
 
+/// Waits until one of the entries has an event, which it then shows; false when the timeout has expired. Takes no
+/// memory: threads wait here that a guest waits for.
+pub(crate) fn poll_readable(
+    polled: &mut [libc::pollfd],
+    timeout: Option<Duration>,
+) -> io::Result<bool> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // SAFETY: `polled` is a live, exclusively borrowed array of `polled.len()` entries.
+        let ready = unsafe {
+            libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds(left))
+        };
+        if ready >= 0 {
+            return Ok(ready > 0);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// A time as poll takes it, rounded up, so that the last millisecond is not spent in a busy loop.
+fn milliseconds(left: Option<Duration>) -> i32 {
+    left.map_or(-1, |left| i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX))
+}
+
 /// Waits until one of the descriptors is ready for `events`. A cancel takes precedence over
 /// readiness.
 pub(crate) fn wait(
@@ -85,10 +113,7 @@ fn wait_for(
     }));
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        // Rounded up, so that the last millisecond is not spent in a busy loop.
-        let left_ms = left.map_or(-1, |left| {
-            i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
-        });
+        let left_ms = milliseconds(left);
         // SAFETY: `polled` is a live, exclusively borrowed array of `polled.len()` entries.
         let ready =
             unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, left_ms) };

@@ -10,7 +10,9 @@
 //! of zeros need nothing else. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
 //! page with contents that its caller did not provide.
 
+mod copies;
 mod own;
+mod survey;
 mod sys;
 
 #[cfg(test)]
@@ -31,6 +33,7 @@ use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::{WaitEnd, wait_readable};
 pub use own::{OwnFaults, Refused};
+pub use survey::{Features, survey};
 use sys::Descriptor;
 
 /// Most retries of an operation that fails because mappings are changing.
@@ -57,26 +60,20 @@ pub fn check(regions: &[RegionInfo]) -> Result<(), UffdError> {
 }
 
 fn features_for(regions: &[RegionInfo]) -> Result<u64, UffdError> {
-    let mut features = sys::FEATURE_THREAD_ID;
+    let mut features = survey::wanted(false, false);
     for region in regions {
         if region.host_page_bytes > HOST_PAGE_BYTES_MAX {
             let name = region.name.clone();
             return Err(UffdError::PageSize { name, page_bytes: region.host_page_bytes });
         }
-        features |= match (region.backing, region.host_page_bytes) {
-            (Backing::Anonymous, _) => 0,
-            (Backing::Shared, PAGE_BYTES) => sys::FEATURE_MISSING_SHMEM | sys::FEATURE_MINOR_SHMEM,
-            (Backing::Shared, _) => sys::FEATURE_MISSING_HUGETLBFS | sys::FEATURE_MINOR_HUGETLBFS,
-        };
+        let is_shared = region.backing == Backing::Shared;
+        features |= survey::wanted(is_shared, region.host_page_bytes > PAGE_BYTES);
     }
     Ok(features)
 }
 
 fn open(features: u64) -> Result<Descriptor, UffdError> {
-    let descriptor = Descriptor::open().map_err(|error| match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => UffdError::NotPermitted(error),
-        _ => UffdError::NotThere(error),
-    })?;
+    let descriptor = Descriptor::open().map_err(survey::not_opened)?;
     descriptor.handshake(features).map_err(UffdError::Features)?;
     Ok(descriptor)
 }
@@ -513,27 +510,11 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
-        for (part, piece) in self.pieces(run) {
-            let start = part.address_of(piece.first);
-            let skip = (piece.first - run.first) * PAGE_BYTES;
-            self.fill(
-                "fill",
-                part,
-                piece,
-                |descriptor, address, len| {
-                    let from = crate::layout::to_usize(skip + (address - start));
-                    descriptor.copy(address, &bytes[from..from + crate::layout::to_usize(len)])
-                },
-                |descriptor, address| {
-                    if part.shared {
-                        // The copy was not used, and the present contents are unknown.
-                        return Err(io::Error::from_raw_os_error(libc::EEXIST));
-                    }
-                    descriptor.wake(address, part.host_page_bytes)
-                },
-            )?;
-        }
-        Ok(())
+        self.copy_with(run, bytes, Descriptor::copy)
+    }
+
+    fn copy_in_now(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
+        self.copy_now(run, bytes)
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::{Uffd, UffdError};
+use crate::bell::Bell;
 use crate::fault::{
     Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, FaultWait, VcpuBarrier,
 };
@@ -27,7 +28,7 @@ use crate::ram::GuestMemoryMap;
 /// Outcome for a refused access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The access may be retried: the page is here, or the thread was unparked.
+    /// The access may be retried: the page is here, or the vCPU was kicked.
     TryAgain,
     /// No resolver is active: the access was refused before the release, or by something else.
     NoResolver,
@@ -42,7 +43,7 @@ pub struct OwnFaults<M: GuestMemoryMap> {
     /// The watch on the vCPUs' own mapping; `None` if the barrier uses marks instead.
     refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
-    vcpus: usize,
+    bells: Box<[Option<Arc<Bell>>]>,
     resolver: OnceLock<Weak<dyn FaultResolver>>,
     released: AtomicBool,
 }
@@ -54,20 +55,20 @@ impl<M: GuestMemoryMap> std::fmt::Debug for OwnFaults<M> {
 }
 
 impl<M: GuestMemoryMap> OwnFaults<M> {
-    /// Watches both mappings of all of `memory`, `main` with up to `descriptors` descriptors. Accesses of
-    /// `vcpus` threads may be refused; `barrier` is active meanwhile.
+    /// Watches both mappings of all of `memory`, `main` with up to `descriptors` descriptors. Accesses of the threads of
+    /// the vCPUs with the numbers `vcpus` may be refused; `barrier` is active meanwhile.
     ///
     /// # Errors
     /// See [`UffdError`].
     pub fn refusing(
         memory: Arc<M>,
         descriptors: usize,
-        vcpus: usize,
+        vcpus: impl IntoIterator<Item = usize>,
         barrier: Box<dyn VcpuBarrier>,
     ) -> Result<Self, UffdError> {
         let refusing = Uffd::register_refusing(Arc::clone(&memory))?;
         let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
-        let mut faults = Self::with(memory, others, vcpus, barrier);
+        let mut faults = Self::with(memory, others, vcpus, barrier)?;
         faults.refusing = Some(refusing);
         Ok(faults)
     }
@@ -80,16 +81,38 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     pub fn marked(
         memory: Arc<M>,
         descriptors: usize,
-        vcpus: usize,
+        vcpus: impl IntoIterator<Item = usize>,
         barrier: Box<dyn VcpuBarrier>,
     ) -> Result<Self, UffdError> {
         let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
-        Ok(Self::with(memory, others, vcpus, barrier))
+        Self::with(memory, others, vcpus, barrier)
     }
 
-    fn with(memory: Arc<M>, others: Uffd<M>, vcpus: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
+    fn with(
+        memory: Arc<M>,
+        others: Uffd<M>,
+        vcpus: impl IntoIterator<Item = usize>,
+        barrier: Box<dyn VcpuBarrier>,
+    ) -> Result<Self, UffdError> {
+        let mut bells = Vec::new();
+        for vcpu in vcpus {
+            if bells.len() <= vcpu {
+                bells.resize(vcpu + 1, None);
+            }
+            if let Some(bell) = bells.get_mut(vcpu) {
+                *bell = Some(Arc::new(Bell::new().map_err(UffdError::Bell)?));
+            }
+        }
         let (resolver, released) = (OnceLock::new(), AtomicBool::new(false));
-        Self { others, memory, refusing: None, barrier, vcpus, resolver, released }
+        let bells = bells.into_boxed_slice();
+        Ok(Self { others, memory, refusing: None, barrier, bells, resolver, released })
+    }
+
+    /// Ends the wait of a vCPU's thread in [`refused`](Self::refused), or its next one: it has something else to do.
+    pub fn kick(&self, vcpu: usize) {
+        if let Some(Some(bell)) = self.bells.get(vcpu) {
+            bell.ring();
+        }
     }
 
     /// Resolves the refused access of the calling thread, vCPU `vcpu`, to the page at `gpa`.
@@ -105,6 +128,15 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
         resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)
+    }
+
+    /// Makes visible to vCPUs what has been copied in.
+    fn has_copied(&self, run: PageRun) -> Result<(), UffdError> {
+        if let Some(refusing) = self.to_show_vcpus(run.region) {
+            refusing.make_present(run)?;
+        }
+        self.barrier.unblock(run);
+        Ok(())
     }
 
     /// The watch on the vCPUs' own mapping, if pages of the region have to be made visible there.
@@ -128,8 +160,8 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.others.readers()
     }
 
-    fn vcpus(&self) -> usize {
-        self.vcpus
+    fn bells(&self) -> &[Option<Arc<Bell>>] {
+        &self.bells
     }
 
     fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
@@ -181,11 +213,12 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
         self.others.copy_in(run, bytes)?;
-        if let Some(refusing) = self.to_show_vcpus(run.region) {
-            refusing.make_present(run)?;
-        }
-        self.barrier.unblock(run);
-        Ok(())
+        self.has_copied(run)
+    }
+
+    fn copy_in_now(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
+        self.others.copy_in_now(run, bytes)?;
+        self.has_copied(run)
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {

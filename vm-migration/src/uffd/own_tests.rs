@@ -42,7 +42,7 @@ fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
         return None;
     }
     let sigbus = Arc::new(
-        OwnFaults::refusing(Arc::clone(&memory), 1, 2, Box::new(Noted::default())).unwrap(),
+        OwnFaults::refusing(Arc::clone(&memory), 1, 0..2, Box::new(Noted::default())).unwrap(),
     );
     Some((memory, sigbus))
 }
@@ -80,7 +80,7 @@ fn a_vcpu_is_refused_pages_of_ready_memory_until_they_are_shown() {
     }
     memory.make_ready().unwrap();
     let barrier = Box::new(Noted::default());
-    let sigbus = OwnFaults::refusing(Arc::clone(&memory), 1, 2, barrier).unwrap();
+    let sigbus = OwnFaults::refusing(Arc::clone(&memory), 1, 0..2, barrier).unwrap();
     assert!(is_refused(&memory, 3));
     crate::ram::slice(&*memory, run(3, 2)).write(&[5; 8192]);
     assert!(is_refused(&memory, 3), "contents that are not complete yet are seen");
@@ -148,7 +148,7 @@ fn memory_with_one_mapping_is_refused_with_what_to_do() {
         return;
     }
     let error =
-        OwnFaults::refusing(memory, 1, 1, Box::new(Noted::default())).unwrap_err().to_string();
+        OwnFaults::refusing(memory, 1, 0..1, Box::new(Noted::default())).unwrap_err().to_string();
     assert!(error.contains("shared=on") && error.contains("fault_source=uffd"), "{error}");
 }
 
@@ -176,7 +176,7 @@ fn a_mark_goes_when_its_page_has_come_and_all_go_in_the_end() {
         return;
     }
     let noted = Noted::default();
-    let marked = OwnFaults::marked(memory, 1, 1, Box::new(noted.clone())).unwrap();
+    let marked = OwnFaults::marked(memory, 1, 0..1, Box::new(noted.clone())).unwrap();
     assert_eq!(marked.kind(), FaultSourceKind::Exit);
     marked.copy_in(run(3, 2), &[5; 8192]).unwrap();
     marked.make_zero(run(9, 1)).unwrap();
@@ -231,7 +231,7 @@ fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
         return;
     }
     let slow = Slow::default();
-    let faults = Arc::new(OwnFaults::marked(memory, 1, 2, Box::new(slow.clone())).unwrap());
+    let faults = Arc::new(OwnFaults::marked(memory, 1, 0..2, Box::new(slow.clone())).unwrap());
     let _ = slow.faults.set(Arc::clone(&faults));
     let resolver = Arc::new(Holes(Arc::downgrade(&faults)));
     let weak: Weak<Holes> = Arc::downgrade(&resolver);

@@ -134,6 +134,13 @@ impl Descriptor {
         self.ioctl(UFFDIO_API, &mut api)
     }
 
+    /// Negotiates none, and returns all that the kernel has.
+    pub(super) fn features(&self) -> io::Result<u64> {
+        let mut api = Handshake { api: UFFD_API, features: 0, ioctls: 0 };
+        self.ioctl(UFFDIO_API, &mut api)?;
+        Ok(api.features)
+    }
+
     /// Registers a mapping.
     pub(super) fn register(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         let mut register = Register { range: Range { start, len }, mode, ioctls: 0 };

@@ -153,6 +153,7 @@ impl<M: GuestMemoryMap> Server<M> {
         });
         let largest = grains.iter().map(|grain| grain.piece_pages).max().unwrap_or(1);
         let bandwidth_limit = RateLimit::new(background_pace(options, largest * PAGE_BYTES));
+        progress.counters.guest_vcpus.store(options.vcpus.unwrap_or(0), Ordering::Relaxed);
         let server = Self {
             memory,
             pending: pending.collect(),

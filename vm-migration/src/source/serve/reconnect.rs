@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use super::Server;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
+use crate::descriptors;
 use crate::error::{Cause, Failure, Step};
 use crate::opening::Opening;
-use crate::options::{Limits, SendOptions};
+use crate::options::{Limits, MemoryMode, SendOptions};
 use crate::poll_thread::poll_while;
 use crate::progress::Phase;
 use crate::protocol::ProtocolError;
@@ -183,7 +184,12 @@ impl Reconnect {
                 .step(STEP)?;
         let mut control = Channel::new(connection);
         self.attempt += 1;
-        let Self { id, attempt, bulk, urgent, .. } = *self;
+        let Self { id, attempt, .. } = *self;
+        let wanted = (self.bulk, self.urgent);
+        let all = wanted.0.saturating_add(wanted.1);
+        let room = descriptors::room(all);
+        let (bulk, urgent) =
+            descriptors::fewer_telling(wanted, room, MemoryMode::Postcopy, "this process");
         let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: true });
         let answer = control.ask(&recover, limits.answer).step("asking to continue")?;
         if answer.payload.is_empty() {

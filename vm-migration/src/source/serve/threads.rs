@@ -49,6 +49,7 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
     session: &mut Session,
     channels: Vec<Channel>,
 ) -> Result<(), Failure> {
+    let threads = u32::try_from(channels.len()).unwrap_or(u32::MAX);
     for channel in channels {
         channel.connection.keep_queue_short().step("preparing to push pages")?;
         let push = |server: &Server<M>, channel: &mut Channel, stop: &Cancel| {
@@ -57,7 +58,14 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
             // page.
             answer_requests(server, channel, stop)
         };
-        start(server, session, channel, "mig-bulk", Urgency::Later, push)?;
+        // The guest's vCPUs have stopped here. Where they run now they compete only if that is this host.
+        let vcpus = if channel.connection.stays_on_this_host() {
+            server.progress.counters.guest_vcpus.load(Ordering::Relaxed)
+        } else {
+            0
+        };
+        let urgency = Urgency::Later { vcpus, threads };
+        start(server, session, channel, "mig-bulk", urgency, push)?;
     }
     Ok(())
 }

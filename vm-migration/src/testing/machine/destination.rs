@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use super::{Calls, Common, FakeVm, Inject};
+use super::{Calls, Common, FakeBlobs, FakeVm, Inject};
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
@@ -17,7 +17,10 @@ use crate::options::MemoryMode;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
 use crate::testing::{FakeMemory, Guest, Pace};
-use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
+use crate::vm::{
+    ArrivalCheck, BlobInfo, BlobSink, DestinationBuilder, DestinationVm, GivenMemory,
+    MappedMachine, VmError,
+};
 
 /// Builds a destination over existing memory.
 pub struct Builder {
@@ -28,6 +31,7 @@ pub struct Builder {
     ready_gate: Option<Receiver<()>>,
     start_gate: Option<Receiver<()>>,
     from_state: bool,
+    check: Option<Arc<dyn ArrivalCheck>>,
 }
 
 /// A fake machine on the destination.
@@ -56,8 +60,8 @@ impl Builder {
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = FakeVm::new(memory, guest).common;
         let (map_gate, gate, ready_gate, start_gate) = (None, None, None, None);
-        let (touch, from_state) = (Vec::new(), false);
-        Self { common, touch, map_gate, gate, ready_gate, start_gate, from_state }
+        let (touch, from_state, check) = (Vec::new(), false, None);
+        Self { common, touch, map_gate, gate, ready_gate, start_gate, from_state, check }
     }
 
     /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
@@ -67,10 +71,24 @@ impl Builder {
         self
     }
 
+    /// Sets what answers checks.
+    #[must_use]
+    pub fn answering(mut self, check: Arc<dyn ArrivalCheck>) -> Self {
+        self.check = Some(check);
+        self
+    }
+
     /// Sets where it fails.
     #[must_use]
     pub fn inject(mut self, inject: Inject) -> Self {
         self.common.inject = inject;
+        self
+    }
+
+    /// Gives it devices, which note what comes for them.
+    #[must_use]
+    pub fn blobs(mut self, blobs: &FakeBlobs) -> Self {
+        self.common.blobs = blobs.clone();
         self
     }
 
@@ -151,6 +169,10 @@ impl DestinationBuilder for Builder {
         self.common.formats
     }
 
+    fn check(&self) -> Option<Arc<dyn ArrivalCheck>> {
+        self.check.clone()
+    }
+
     fn map_memory(
         mut self,
         config_json: &[u8],
@@ -225,10 +247,15 @@ impl DestinationVm for FakeDestination {
         self.common.call(Inject::Ready, "ready")
     }
 
+    fn open_blobs(&mut self, blobs: &[BlobInfo]) -> Result<Vec<Box<dyn BlobSink>>, VmError> {
+        self.common.calls.lock().push("await blobs");
+        self.common.blobs.sinks(blobs)
+    }
+
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         self.common.call(Inject::Apply, "apply")?;
         if !state_json.is_empty() {
-            let _: serde_json::Value = serde_json::from_slice(state_json)?;
+            self.common.blobs.apply(state_json)?;
         }
         for (region, page) in &self.touch {
             self.common.memory.word(*region, *page, 0).load(std::sync::atomic::Ordering::Relaxed);

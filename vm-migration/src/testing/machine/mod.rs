@@ -4,6 +4,7 @@
 //!
 //! Owns what both sides have in common, and the source's; the other is in `destination`.
 
+mod blobs;
 mod destination;
 
 use std::ops::Range;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use blobs::{BlobFault, FakeBlobs, Gated};
 pub use destination::{Builder, FakeDestination, FakeMapped};
 
 use super::guest::{Guest, Pace, Writers};
@@ -23,7 +25,9 @@ use crate::layout::{GpaRange, to_usize};
 use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
-use crate::vm::{FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle, VmError};
+use crate::vm::{
+    BlobInfo, BlobSource, FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle, VmError,
+};
 
 /// The calls that a machine received, in order.
 pub type Calls = Arc<Mutex<Vec<&'static str>>>;
@@ -92,6 +96,8 @@ struct Common {
     met: Met,
     /// A destination of plain version 0 is another program, with these borders of mappings.
     for_other: Option<Borders>,
+    /// The state of its devices: what they have at the source, and what has come at the destination.
+    blobs: FakeBlobs,
 }
 
 /// The format versions that a machine was told the destination reads.
@@ -201,6 +207,7 @@ impl FakeVm {
             formats: Formats::default(),
             met: Met::default(),
             for_other: None,
+            blobs: FakeBlobs::default(),
         };
         Self { common, writers: None }
     }
@@ -246,6 +253,13 @@ impl FakeVm {
     #[must_use]
     pub fn for_other(mut self, mappings: impl IntoIterator<Item = GpaRange>) -> Self {
         self.common.for_other = Some(Borders::of(mappings));
+        self
+    }
+
+    /// Gives it devices with this state.
+    #[must_use]
+    pub fn blobs(mut self, blobs: &FakeBlobs) -> Self {
+        self.common.blobs = blobs.clone();
         self
     }
 
@@ -328,6 +342,14 @@ impl SourceVm for FakeVm {
         Ok(self.common.for_other.clone().map_or(PlainPeer::Own, PlainPeer::Other))
     }
 
+    fn blobs(&mut self, apart: bool) -> Result<Vec<BlobInfo>, VmError> {
+        Ok(if apart { self.common.blobs.infos() } else { Vec::new() })
+    }
+
+    fn blob_bytes(&self) -> u64 {
+        self.common.blobs.len_bytes()
+    }
+
     fn memory(&self) -> Arc<FakeMemory> {
         Arc::clone(&self.common.memory)
     }
@@ -407,9 +429,14 @@ impl PausedVm for FakePaused {
         self.ran
     }
 
-    fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
+    fn open_blobs(&mut self) -> Result<Vec<Box<dyn BlobSource>>, VmError> {
+        self.common.calls.lock().push("read blobs");
+        Ok(self.common.blobs.sources())
+    }
+
+    fn state_json(&mut self, blobs: &[u64]) -> Result<Vec<u8>, VmError> {
         self.common.call(Inject::State, "state")?;
-        Ok(br#"{"vcpus":[1,2]}"#.to_vec())
+        Ok(self.common.blobs.state(blobs))
     }
 
     fn release_exclusive(&mut self) -> Result<(), VmError> {

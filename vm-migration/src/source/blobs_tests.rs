@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a destination may say of what it has written, and whose turn it is to be sent.
+#![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
+use std::sync::Arc;
+
+use super::*;
+use crate::cancel::Cancel;
+use crate::options::SendOptions;
+use crate::phase::Side;
+use crate::progress::Progress;
+use crate::protocol::blobs::{BLOB_BYTES_MAX, BLOBS_MAX, WINDOW_BYTES_MAX};
+
+/// Calls `check` with a pipe for three blobs.
+fn with_pipe(check: impl FnOnce(&Pipe<'_>)) {
+    with_pipe_for(3, check);
+}
+
+fn with_pipe_for(count: usize, check: impl FnOnce(&Pipe<'_>)) {
+    let info = |number| BlobInfo {
+        name: format!("gpu{number}"),
+        len_bytes_max: BLOB_BYTES_MAX,
+        about: serde_json::Value::Null,
+    };
+    let infos: Vec<_> = (0..count).map(info).collect();
+    let options = SendOptions::new("tcp:127.0.0.1:1".parse().unwrap());
+    let progress = Arc::new(Progress::new(Side::Source));
+    let cancel = Cancel::new().unwrap();
+    let context = Context { options: &options, progress: &progress, cancel: &cancel };
+    check(&Pipe::new(&infos, context).unwrap());
+}
+
+fn put(pipe: &Pipe<'_>, blob: u16, offset: u64) {
+    assert!(pipe.put(BlobChunk { blob, offset, bytes: vec![1; 4] }));
+}
+
+#[test]
+fn a_destination_that_says_it_has_written_more_is_refused() {
+    with_pipe(|pipe| {
+        put(pipe, 0, 0);
+        put(pipe, 2, 0);
+        put(pipe, 2, 4);
+        pipe.note_written(&[4, 0, 4]).unwrap();
+        pipe.note_written(&[4, 0, 4]).unwrap();
+        for wrong in [&[4, 0, 9][..], &[4, 1, 4], &[3, 0, 4], &[4, 0], &[4, 0, 4, 0], &[]] {
+            let refused = pipe.note_written(wrong);
+            assert!(matches!(refused, Err(ProtocolError::Malformed { .. })), "{wrong:?}");
+        }
+        assert!(one_less(0).is_err(), "an answer to nothing");
+    });
+}
+
+#[test]
+fn many_blobs_share_what_is_held() {
+    with_pipe(|pipe| assert_eq!(pipe.window_bytes, WINDOW_BYTES_MAX));
+    with_pipe_for(BLOBS_MAX, |pipe| assert_eq!(pipe.window_bytes, window_bytes(BLOBS_MAX)));
+}
+
+#[test]
+fn the_chunks_of_each_blob_are_sent_in_turn() {
+    with_pipe(|pipe| {
+        for (blob, offset) in [(0, 0), (0, 4), (0, 8), (2, 0), (2, 4), (1, 0)] {
+            put(pipe, blob, offset);
+        }
+        let mut state = pipe.state.lock();
+        let order = std::iter::from_fn(|| state.take().map(|chunk| (chunk.blob, chunk.offset)));
+        assert_eq!(order.collect::<Vec<_>>(), [(0, 0), (1, 0), (2, 0), (0, 4), (2, 4), (0, 8)]);
+    });
+}
+
+#[test]
+fn all_is_written_once_each_blob_is_read_sent_and_written() {
+    with_pipe(|pipe| {
+        put(pipe, 1, 0);
+        let is = || {
+            let state = pipe.state.lock();
+            (state.is_taken(), state.is_written())
+        };
+        for flow in &mut pipe.state.lock().flows {
+            flow.is_read = true;
+        }
+        assert_eq!(is(), (false, false));
+        assert!(matches!(pipe.next(false), Next::Chunk(_)));
+        assert_eq!(is(), (true, false));
+        assert!(matches!(pipe.next(false), Next::Over));
+        assert!(matches!(pipe.next_to_lead(true), Next::Nothing));
+        pipe.note_written(&[0, 4, 0]).unwrap();
+        assert_eq!(is(), (true, true));
+        assert!(matches!(pipe.next_to_lead(true), Next::Over));
+    });
+}
