@@ -11,9 +11,12 @@
 //! | `api` | HTTP API on a Unix socket: endpoints, OpenAPI, descriptors that come along |
 //! | `config` | option families: option strings, JSON, schema and rules of a VM configuration |
 //! | `control` | the VMM thread: the life cycle of the VM, one request at a time |
+//! | `descriptor_limit` | the limit on open files |
 //! | `export` | VMs of this program as those of cloud-hypervisor: from configuration, memory and state to its documents |
 //! | `machine` | a machine: memory, vCPUs and devices, wired together |
+//! | `metrics` | what a monitoring system reads: names, meanings and text of metrics |
 //! | `migration` | a machine as `vm-migration` needs it: memory, dirty log, state, faults |
+//! | `preflight` | what this host lacks for a VM, found without starting one |
 //! | `page_server` | this program as the process that sends the last pages of a postcopy |
 //! | `events` | the event monitor |
 //! | `options` | what `main` passes to the VMM, and why the VMM ended |
@@ -28,15 +31,18 @@ pub mod adopt;
 pub mod api;
 pub mod config;
 pub mod control;
+pub mod descriptor_limit;
 pub mod events;
 pub mod export;
 pub mod machine;
+pub mod metrics;
 pub mod migration;
 pub mod options;
 pub mod output_queue;
 pub mod page_server;
 pub mod panicking;
 pub mod platform;
+pub mod preflight;
 pub mod sandbox;
 pub mod signals;
 

@@ -5,9 +5,11 @@
 //! Owns plain values only; it must never do anything.
 
 use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::api::ApiSocket;
+use crate::api::successor::SuccessorArgs;
 use crate::config::{RestoreConfig, VmConfig};
 
 /// What happens on a system call that the filter does not allow.
@@ -62,6 +64,8 @@ pub struct ChildLogging {
 pub struct VmmOptions {
     /// The API socket, if there is one.
     pub api_socket: Option<ApiSocket>,
+    /// Path of the socket of metrics, if there is one.
+    pub metrics: Option<PathBuf>,
     /// A complete configuration of a VM to create and boot at once.
     pub initial_vm: Option<VmConfig>,
     /// A VM to restore at once instead.
@@ -72,6 +76,8 @@ pub struct VmmOptions {
     pub no_shutdown: bool,
     /// Logging configuration for child processes.
     pub child_logging: ChildLogging,
+    /// Set if the process is to take the place of another one (`--successor`).
+    pub successor: Option<SuccessorArgs>,
 }
 
 /// Why the process ended without an error.
@@ -85,4 +91,6 @@ pub enum ExitReason {
     Signal,
     /// The VM was migrated to another VMM.
     MigratedAway,
+    /// It was to take the place of another process, and what started it for that has ended first.
+    NotNeeded,
 }

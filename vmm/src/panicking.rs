@@ -38,13 +38,13 @@ const END_TIME: Duration = Duration::from_secs(2);
 struct PanicCleanup {
     consoles: Vec<Weak<ConsoleEndpoint>>,
     vsocks: Vec<Weak<VsockSocket>>,
-    /// A socket file created here: path, device, inode.
-    socket: Option<(PathBuf, u64, u64)>,
+    /// Socket files created here: path, device, inode.
+    sockets: Vec<(PathBuf, u64, u64)>,
 }
 
 /// Only locked briefly, by each open and at the end.
 static OUTSIDE: Mutex<PanicCleanup> =
-    Mutex::new(PanicCleanup { consoles: Vec::new(), vsocks: Vec::new(), socket: None });
+    Mutex::new(PanicCleanup { consoles: Vec::new(), vsocks: Vec::new(), sockets: Vec::new() });
 
 fn outside() -> MutexGuard<'static, PanicCleanup> {
     OUTSIDE.lock()
@@ -64,28 +64,29 @@ pub fn note_vsock(socket: &Arc<VsockSocket>) {
     outside.vsocks.push(Arc::downgrade(socket));
 }
 
-/// Registers the API's socket file to be removed at the end.
+/// Registers the socket file of the API or of metrics to be removed at the end.
 pub fn note_socket(path: &Path) {
     if let Ok(there) = std::fs::symlink_metadata(path) {
-        outside().socket = Some((path.to_owned(), there.dev(), there.ino()));
+        outside().sockets.push((path.to_owned(), there.dev(), there.ino()));
     }
 }
 
-/// Unregisters the API's socket file once it has been removed. A later file at its path belongs to another
+/// Unregisters such a socket file once it has been removed. A later file at its path belongs to another
 /// process, also if it has the same inode number.
-pub fn forget_socket() {
-    outside().socket = None;
+pub fn forget_socket(path: &Path) {
+    outside().sockets.retain(|(known, ..)| known != path);
 }
 
 fn put_back() {
-    // The API's socket before a console, which the panicked thread may hold.
-    let socket = outside().socket.take();
-    if let Some((path, device, inode)) = socket
-        && std::fs::symlink_metadata(&path)
-            .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode))
-    {
-        // There is no client to report an error to.
-        let _ = std::fs::remove_file(path);
+    // Sockets of HTTP before a console, which the panicked thread may hold.
+    let sockets = std::mem::take(&mut outside().sockets);
+    for (path, device, inode) in sockets {
+        let is_ours = std::fs::symlink_metadata(&path)
+            .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode));
+        if is_ours {
+            // There is no client to report an error to.
+            let _ = std::fs::remove_file(path);
+        }
     }
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
     for console in consoles {

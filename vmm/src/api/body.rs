@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The JSON bodies of requests and responses, as their schemas describe them.
+//! The bodies of requests and responses; those that are JSON as their schemas describe them.
 //!
 //! Owns how an endpoint names the schema of a body, so that the API description has it by that alone. Must never
 //! know an endpoint.
@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 use super::types::VmCounters;
 use crate::config::value::{FieldValue as _, SchemaSet};
 
-/// The JSON body of a request or response.
+/// The body of a request or response.
 #[derive(Clone, Copy, Debug)]
 pub enum Body {
     /// No body.
@@ -19,13 +19,15 @@ pub enum Body {
     Schema(BodySchema),
     /// A body of this schema, or none.
     Optional(BodySchema),
+    /// Text of this media type, which is no JSON.
+    Text(&'static str),
 }
 
 impl Body {
     /// The schema of the body, if it can have one.
     pub const fn schema(&self) -> Option<&BodySchema> {
         match self {
-            Self::Empty => None,
+            Self::Empty | Self::Text(_) => None,
             Self::Schema(schema) | Self::Optional(schema) => Some(schema),
         }
     }

@@ -2,7 +2,7 @@
 
 //! A blocking client of the API, for `ch-remote` and tests.
 //!
-//! Owns one request per connection. It must never know what a request means.
+//! Owns one request per connection, and connections that are kept for several. It must never know what a request means.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -13,13 +13,16 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::Request;
-use hyper::body::Bytes;
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1::SendRequest;
 use hyper::header::{CONTENT_TYPE, HOST};
+use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
 
 use super::endpoints::{API_ROOT, Method};
 use super::rights;
@@ -127,23 +130,55 @@ impl Client {
         body: Option<String>,
         fds: Vec<OwnedFd>,
     ) -> Result<Option<String>, ClientError> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_io()
-            .enable_time()
-            .build()
-            .map_err(ClientError::Runtime)?;
-        let late = || ClientError::Timeout { seconds: self.limit.unwrap_or_default().as_secs() };
+        let runtime = runtime()?;
         let begun = Instant::now();
-        let stream = self.connect().map_err(|source| match source.kind() {
+        let stream = self.stream()?;
+        runtime.block_on(self.in_time(begun, async {
+            let mut connection = Open::on(stream, fds).await?;
+            connection.ask(method, name, body).await
+        }))
+    }
+
+    /// The same client with a connection that is kept from one request to the next, which is made with the first.
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub fn keep(&self) -> Result<KeptConnection, ClientError> {
+        Ok(KeptConnection { client: self.clone(), runtime: runtime()?, open: None })
+    }
+
+    /// Connects to a VMM for several requests, all to the same one.
+    ///
+    /// # Errors
+    /// No connection, or no HTTP.
+    pub fn open(&self) -> Result<OpenClient, ClientError> {
+        let (runtime, begun) = (runtime()?, Instant::now());
+        let stream = self.stream()?;
+        let peer = sockopt::socket_peercred(&stream).ok();
+        let open = runtime.block_on(self.in_time(begun, Open::on(stream, Vec::new())))?;
+        let peer_pid = peer.map(|peer| peer.pid.as_raw_nonzero().get());
+        Ok(OpenClient { client: self.clone(), open, runtime, peer_pid })
+    }
+
+    fn late(&self) -> ClientError {
+        ClientError::Timeout { seconds: self.limit.unwrap_or_default().as_secs() }
+    }
+
+    async fn in_time<T>(
+        &self,
+        begun: Instant,
+        exchange: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
+        let Some(limit) = self.limit else { return exchange.await };
+        let left = limit.saturating_sub(begun.elapsed());
+        tokio::time::timeout(left, exchange).await.unwrap_or_else(|_| Err(self.late()))
+    }
+
+    fn stream(&self) -> Result<UnixStream, ClientError> {
+        self.connect().map_err(|source| match source.kind() {
             // The errno of a socket timeout.
-            io::ErrorKind::WouldBlock => late(),
+            io::ErrorKind::WouldBlock => self.late(),
             _ => ClientError::Connect { path: self.path.clone(), source },
-        })?;
-        let exchange = exchange(stream, method, name, body, fds);
-        runtime.block_on(async {
-            let Some(limit) = self.limit else { return exchange.await };
-            let left = limit.saturating_sub(begun.elapsed());
-            tokio::time::timeout(left, exchange).await.unwrap_or_else(|_| Err(late()))
         })
     }
 
@@ -163,34 +198,131 @@ impl Client {
     }
 }
 
-async fn exchange(
-    stream: UnixStream,
-    method: Method,
-    name: &str,
-    body: Option<String>,
-    fds: Vec<OwnedFd>,
-) -> Result<Option<String>, ClientError> {
-    let stream = tokio::net::UnixStream::from_std(stream).map_err(ClientError::Runtime)?;
-    let stream = WithFds { stream, fds };
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-        .await
-        .map_err(ClientError::Http)?;
-    let driver = tokio::task::spawn(connection);
-    let request = Request::builder()
-        .method(method.as_str())
-        .uri(format!("{API_ROOT}{name}"))
-        .header(HOST, "localhost")
-        .header(CONTENT_TYPE, "application/json")
-        .body(Full::new(Bytes::from(body.unwrap_or_default())))
-        .map_err(|error| ClientError::Runtime(io::Error::other(error)))?;
-    let response = sender.send_request(request).await.map_err(ClientError::Http)?;
+fn runtime() -> Result<Runtime, ClientError> {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    builder.enable_io().enable_time().build().map_err(ClientError::Runtime)
+}
+
+/// A connection for several requests. The VMM knows by it that a client which asks for the progress of a migration is
+/// still there, however long that is kept from asking again.
+#[derive(Debug)]
+pub struct KeptConnection {
+    client: Client,
+    runtime: Runtime,
+    open: Option<Open>,
+}
+
+impl KeptConnection {
+    /// Sends a request that changes nothing, and waits for the answer. If the connection has ended meanwhile, which a VMM
+    /// with many clients may do, another one is made.
+    ///
+    /// # Errors
+    /// As [`Client::ask`].
+    pub fn get(&mut self, name: &str) -> Result<Option<String>, ClientError> {
+        let begun = Instant::now();
+        let Self { client, runtime, open } = self;
+        if let Some(kept) = open {
+            let asked = runtime.block_on(client.in_time(begun, kept.ask(Method::Get, name, None)));
+            match asked {
+                Ok(_) | Err(ClientError::Refused { .. }) => return asked,
+                Err(_) => *open = None,
+            }
+            if !matches!(asked, Err(ClientError::Http(_) | ClientError::Body(_))) {
+                return asked;
+            }
+        }
+        let stream = client.stream()?;
+        let answer = runtime.block_on(client.in_time(begun, async {
+            let kept = open.insert(Open::on(stream, Vec::new()).await?);
+            kept.ask(Method::Get, name, None).await
+        }));
+        if !matches!(answer, Ok(_) | Err(ClientError::Refused { .. })) {
+            *open = None;
+        }
+        answer
+    }
+}
+
+/// A connection that stays one to the same VMM, whatever becomes of the path of its socket.
+#[derive(Debug)]
+pub struct OpenClient {
+    client: Client,
+    // Before the runtime, in which it is driven.
+    open: Open,
+    runtime: Runtime,
+    peer_pid: Option<i32>,
+}
+
+impl OpenClient {
+    /// The process that listens; `None` if it is in a PID namespace that cannot be seen from here.
+    pub fn peer_pid(&self) -> Option<i32> {
+        self.peer_pid
+    }
+
+    /// Sends a request and waits for the answer, up to the time limit if there is one. After an error other
+    /// than a refusal no further request succeeds.
+    ///
+    /// # Errors
+    /// The connection has ended, no answer in time, or a status of 400 and above.
+    pub fn ask(
+        &mut self,
+        method: Method,
+        name: &str,
+        body: Option<String>,
+    ) -> Result<Option<String>, ClientError> {
+        let Self { client, open, runtime, .. } = self;
+        runtime.block_on(client.in_time(Instant::now(), open.ask(method, name, body)))
+    }
+}
+
+/// A connection, and the task that drives it.
+#[derive(Debug)]
+struct Open {
+    sender: SendRequest<Full<Bytes>>,
+    driver: JoinHandle<hyper::Result<()>>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+impl Open {
+    async fn on(stream: UnixStream, fds: Vec<OwnedFd>) -> Result<Self, ClientError> {
+        let stream = tokio::net::UnixStream::from_std(stream).map_err(ClientError::Runtime)?;
+        let stream = TokioIo::new(WithFds { stream, fds });
+        let handshake = hyper::client::conn::http1::handshake(stream).await;
+        let (sender, connection) = handshake.map_err(ClientError::Http)?;
+        Ok(Self { sender, driver: tokio::task::spawn(connection) })
+    }
+
+    async fn ask(
+        &mut self,
+        method: Method,
+        name: &str,
+        body: Option<String>,
+    ) -> Result<Option<String>, ClientError> {
+        let request = Request::builder()
+            .method(method.as_str())
+            .uri(format!("{API_ROOT}{name}"))
+            .header(HOST, "localhost")
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::from(body.unwrap_or_default())))
+            .map_err(|error| ClientError::Runtime(io::Error::other(error)))?;
+        self.sender.ready().await.map_err(ClientError::Http)?;
+        let response = self.sender.send_request(request).await.map_err(ClientError::Http)?;
+        read_answer(response).await
+    }
+}
+
+async fn read_answer(response: Response<Incoming>) -> Result<Option<String>, ClientError> {
     let status = response.status();
     let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
         .collect()
         .await
         .map_err(ClientError::Body)?
         .to_bytes();
-    driver.abort();
     let text = String::from_utf8_lossy(&body).into_owned();
     if status.is_success() {
         return Ok((!text.is_empty()).then_some(text));

@@ -6,28 +6,34 @@
 //! cloud-hypervisor's own client reads everything after the version as a number, and errors as a
 //! JSON list of sentences, outermost first. It must never block the thread.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::future::{Future as _, poll_fn};
 use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::rc::Rc;
 use std::task::Poll;
+use std::time::Instant;
 
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::ext::ReasonPhrase;
-use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 
 use super::connection_slots::ConnectionSlot;
+use super::encoding;
 use super::endpoints::{self, Endpoint, Route};
 use super::hangup::Hangup;
-use super::request::{ApiError, ApiErrorKind, ApiHandle, VmmRequest};
+use super::request::{ApiError, ApiErrorKind, ApiHandle, ApiReply, VmmRequest};
 use super::rights::{self, ReceivedFds};
-use super::server::Limits;
+use super::scrape;
+use super::server::{Front, Limits};
+use super::watchers::{Watching, is_the_end};
 use crate::json_text;
 
-type HttpResponse = Response<Full<Bytes>>;
+/// A response with its whole body.
+pub type HttpResponse = Response<Full<Bytes>>;
 
 /// The client of a request.
 pub struct Peer {
@@ -37,16 +43,41 @@ pub struct Peer {
     pub received: ReceivedFds,
     /// Detects that the client has closed the connection.
     pub hangup: Rc<Hangup>,
+    /// Set while it follows a migration on this connection.
+    pub watching: Rc<RefCell<Option<Watching>>>,
 }
 
-/// Answers one request.
+impl Peer {
+    /// Counts the client that asks for the progress of a migration until it closes its connection, or is answered with the
+    /// end.
+    fn begins_to_watch(&self, handle: &ApiHandle) {
+        self.watching.borrow_mut().get_or_insert_with(|| handle.watchers().begin());
+    }
+
+    fn was_answered(&self, reply: &ApiReply) {
+        if matches!(reply, ApiReply::Progress(document) if is_the_end(document)) {
+            self.watching.take();
+        }
+    }
+}
+
+/// Answers one request, and counts it if it is one to the API.
 pub async fn serve(
     request: Request<Incoming>,
+    front: Front,
     handle: ApiHandle,
     limits: Limits,
     client: Peer,
 ) -> Result<HttpResponse, Infallible> {
-    let mut response = answer(request, handle, limits, client).await;
+    let mut response = match front {
+        Front::Api => {
+            let (begun, name) = (Instant::now(), endpoints::name_of(request.uri().path()));
+            let response = answer(request, &handle, limits, client).await;
+            handle.hub().requests().note(name, response.status().as_u16(), begun.elapsed());
+            response
+        }
+        Front::Metrics => answer_scrape(request, &handle, limits, client).await,
+    };
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     Ok(response)
 }
@@ -55,7 +86,7 @@ pub async fn serve(
 /// refusal, too: a client that is still sending it would see a broken pipe in place of the reason.
 async fn answer(
     request: Request<Incoming>,
-    handle: ApiHandle,
+    handle: &ApiHandle,
     limits: Limits,
     client: Peer,
 ) -> HttpResponse {
@@ -93,9 +124,30 @@ async fn answer(
         Err(error) if with_fds => return closing(failure(&error)),
         Err(error) => return failure(&error),
     };
-    carry_out(endpoint.path, request, &handle, &client)
+    carry_out(endpoint.path, request, &head.headers, handle, &client)
         .await
         .unwrap_or_else(|error| failure(&error))
+}
+
+/// Answers a request to the socket of metrics, which takes neither a body nor descriptors.
+async fn answer_scrape(
+    request: Request<Incoming>,
+    handle: &ApiHandle,
+    limits: Limits,
+    client: Peer,
+) -> HttpResponse {
+    let (head, body) = request.into_parts();
+    if let Err(refusal) = read_body(body, limits).await {
+        return refusal;
+    }
+    match client.received.take() {
+        Ok(fds) if fds.is_empty() => {}
+        _ => return closing(refuse(StatusCode::BAD_REQUEST, "descriptors came with a scrape")),
+    }
+    match scrape::refusal(&head.method, head.uri.path()) {
+        Some(refusal) => refusal,
+        None => scrape::answer(&head.headers, handle, &client).await,
+    }
 }
 
 fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<VmmRequest, ApiError> {
@@ -107,10 +159,17 @@ fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vmm
 async fn carry_out(
     name: &'static str,
     request: VmmRequest,
+    headers: &HeaderMap,
     handle: &ApiHandle,
     client: &Peer,
 ) -> Result<HttpResponse, ApiError> {
+    if matches!(request, VmmRequest::Metrics) {
+        return Ok(scrape::answer(headers, handle, client).await);
+    }
     let _busy = client.slot.begin_request();
+    if matches!(request, VmmRequest::MigrationProgress) {
+        client.begins_to_watch(handle);
+    }
     let (mut asked, mut gone) = (pin!(handle.ask(name, request)), pin!(client.hangup.wait()));
     let reply = poll_fn(|cx| match asked.as_mut().poll(cx) {
         // The request is polled once before the hang-up counts: a request whose client has already left is
@@ -119,7 +178,8 @@ async fn carry_out(
         answered @ Poll::Ready(_) => answered,
     })
     .await?;
-    Ok(match endpoints::encode(&reply)? {
+    client.was_answered(&reply);
+    Ok(match encoding::encode(&reply)? {
         None => empty(StatusCode::NO_CONTENT),
         Some(json) => with_json(StatusCode::OK, json),
     })

@@ -9,9 +9,10 @@
 use serde::de::DeserializeOwned;
 
 use super::body::{Body, BodySchema, counters, derived, schema};
-use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
+use super::request::{ApiError, ApiErrorKind, VmmRequest};
 use super::types::{
-    MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmInfo, VmmPingResponse,
+    MigrationCancelled, MigrationCheck, MigrationReport, PciDeviceInfo, ProgressDocument, VmInfo,
+    VmmPingResponse,
 };
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
@@ -19,10 +20,13 @@ use crate::config::{
     UserDeviceConfig, VdpaConfig, VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk,
     VmResizeZone, VmSnapshotConfig, VsockConfig,
 };
-use crate::json_text;
+use crate::metrics;
 
 /// Prefix of all paths.
 pub const API_ROOT: &str = "/api/v1/";
+
+/// Path of metrics, which are asked for on their own socket as well.
+pub(super) const METRICS: &str = "vm.metrics";
 
 /// HTTP methods in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +114,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         gives: Body::Schema(BodySchema { name: "VmCounters", collect: counters }),
         errors: LIVE,
         decode: |_| Ok(VmmRequest::Counters),
+    },
+    Endpoint {
+        path: METRICS,
+        method: Get,
+        summary: "Returns metrics of the VMM and its VM as OpenMetrics text, in the older format of Prometheus if the \
+                  client prefers that (Accept: text/plain). Answered also without a VM, and while it migrates.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Text(metrics::CONTENT_TYPE),
+        errors: &[],
+        decode: |_| Ok(VmmRequest::Metrics),
     },
     Endpoint {
         path: "vm.create",
@@ -345,7 +360,21 @@ pub const ENDPOINTS: &[Endpoint] = &[
         takes: Body::Schema(schema!(SendMigrationData)),
         gives: Body::Empty,
         errors: LIVE,
-        decode: decode_send,
+        decode: |body| Ok(VmmRequest::SendMigration(decode_send_data(body)?)),
+    },
+    Endpoint {
+        path: "vm.migrate-check",
+        method: Put,
+        summary: "Checks whether a migration would succeed, and what it would take; nothing is moved, the guest runs, \
+                  and the destination goes on waiting.",
+        operation: None,
+        takes: Body::Schema(schema!(SendMigrationData)),
+        gives: Body::Schema(BodySchema {
+            name: "MigrationCheck",
+            collect: derived::<MigrationCheck>,
+        }),
+        errors: LIVE,
+        decode: |body| Ok(VmmRequest::MigrateCheck(decode_send_data(body)?)),
     },
     Endpoint {
         path: "vm.receive-migration",
@@ -483,6 +512,12 @@ pub fn route(method: &str, path: &str) -> Route {
     Route::Unknown
 }
 
+/// The name of the endpoint at a path, whatever the method.
+pub fn name_of(path: &str) -> Option<&'static str> {
+    let name = path.strip_prefix(API_ROOT)?;
+    ENDPOINTS.iter().find(|endpoint| endpoint.path == name).map(|endpoint| endpoint.path)
+}
+
 fn json<T: DeserializeOwned>(what: &str, body: &[u8]) -> Result<T, ApiError> {
     let bad = |reason: String| ApiError {
         kind: ApiErrorKind::BadRequest,
@@ -513,18 +548,20 @@ fn decode_recover(body: &[u8]) -> Result<VmmRequest, ApiError> {
     Ok(VmmRequest::MigrationRecover(Box::new(data)))
 }
 
-/// Decodes the optional body of a request with a `force` flag.
+/// Decodes the optional body of a request with a `force` flag. Generated clients in Go send `null` for a body that
+/// they were not given.
 fn decode_force(body: &[u8]) -> Result<bool, ApiError> {
     if body.is_empty() {
         return Ok(false);
     }
-    json::<ForceData>("ForceData", body).map(|data| data.force)
+    let data = json::<Option<ForceData>>("ForceData", body)?;
+    Ok(data.is_some_and(|data| data.force))
 }
 
-fn decode_send(body: &[u8]) -> Result<VmmRequest, ApiError> {
+fn decode_send_data(body: &[u8]) -> Result<Box<SendMigrationData>, ApiError> {
     let data = json::<SendMigrationData>("SendMigrationData", body)?;
     data.validate().map_err(|error| bad_config(&error))?;
-    Ok(VmmRequest::SendMigration(Box::new(data)))
+    Ok(Box::new(data))
 }
 
 fn decode_receive(body: &[u8]) -> Result<VmmRequest, ApiError> {
@@ -549,24 +586,4 @@ fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {
     let config = json::<RestoreConfig>("RestoreConfig", body)?;
     config.directory().map_err(|error| bad_config(&error))?;
     Ok(VmmRequest::Restore(Box::new(config)))
-}
-
-/// Encodes an answer as JSON; `None` for [`ApiReply::Empty`].
-///
-/// # Errors
-/// The answer cannot be serialised.
-pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
-    let json = match reply {
-        ApiReply::Empty => return Ok(None),
-        ApiReply::Ping(ping) => json_text::answer(ping),
-        ApiReply::Info(info) => json_text::answer(info),
-        ApiReply::Counters(counters) => json_text::answer(counters),
-        ApiReply::Device(device) => json_text::answer(device),
-        ApiReply::Progress(progress) => json_text::answer(progress),
-        ApiReply::Report(report) => json_text::answer(report),
-        ApiReply::Cancelled(cancelled) => json_text::answer(cancelled),
-    };
-    json.map(Some).map_err(|error| {
-        ApiError::new(ApiErrorKind::Failed, format!("the answer cannot be written: {error}"))
-    })
 }

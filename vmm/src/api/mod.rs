@@ -18,27 +18,34 @@
 //! | `connection_slots` | which clients are connected, and which is closed for a new one |
 //! | `timeout_stream`, `hangup` | timeouts of a client; whether it is gone |
 //! | `connection` | one HTTP request, from head to response |
+//! | `scrape` | metrics as an answer, on their own socket and as an endpoint |
 //! | `rights` | descriptors with a request (SCM_RIGHTS) |
 //! | `endpoints` | the table of endpoints: routing, OpenAPI, refusals |
+//! | `encoding` | answers as bodies |
 //! | `openapi`, `body`, `types` | the description, the schemas of bodies, and the answers as JSON |
 //! | `request` | messages to the VMM thread and its replies |
 //! | `socket` | the Unix socket |
+//! | `successor` | where a process listens that takes the place of another |
 //! | `client` | a blocking client |
 
+pub mod body;
 pub mod client;
 pub mod endpoints;
 pub mod openapi;
 pub mod request;
 pub mod server;
 pub mod socket;
+pub mod successor;
 pub mod types;
 
-mod body;
 mod connection;
 mod connection_slots;
+mod encoding;
 mod hangup;
 mod rights;
+mod scrape;
 mod timeout_stream;
+pub mod watchers;
 
 #[cfg(test)]
 mod tests;
@@ -47,9 +54,9 @@ pub use request::{
     ApiCall, ApiError, ApiErrorKind, ApiHandle, ApiQueue, ApiReply, ApiResult, VmmRequest, channel,
 };
 pub use server::ApiServer;
-pub use socket::{ApiListener, ApiSocket, SocketError};
+pub use socket::{ApiListener, ApiSocket, SocketError, SocketFile};
 pub use types::{
-    DeviceNode, FullDiskInfo, MigrationCancelled, MigrationReport, PassthroughInfo, PciDeviceInfo,
-    PinningState, PrefaultInfo, PrefaultState, ProgressDocument, VmCounters, VmInfo, VmState,
-    VmmPingResponse, WithheldDeviceInfo, WithheldFor,
+    DeviceNode, FullDiskInfo, MigrationCancelled, MigrationCheck, MigrationReport, PassthroughInfo,
+    PciDeviceInfo, PinningState, PrefaultInfo, PrefaultState, ProgressDocument, VmCounters, VmInfo,
+    VmState, VmmPingResponse, WithheldDeviceInfo, WithheldFor,
 };

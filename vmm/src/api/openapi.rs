@@ -80,7 +80,7 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
     let mut operation =
         OperationBuilder::new().summary(Some(endpoint.summary)).operation_id(endpoint.operation);
     let takes = match endpoint.takes {
-        Body::Empty => None,
+        Body::Empty | Body::Text(_) => None,
         Body::Schema(schema) => Some((schema.name, Required::True)),
         Body::Optional(schema) => Some((schema.name, Required::False)),
     };
@@ -104,6 +104,11 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
                 .content("application/json", content(schema.name))
                 .build(),
         ),
+        Body::Text(media) => {
+            let text = ContentBuilder::new().schema(Some(<String as FieldValue>::schema())).build();
+            let response = ResponseBuilder::new().description("Success.").content(media, text);
+            responses.response("200", response.build())
+        }
     };
     if matches!(endpoint.gives, Body::Optional(_)) {
         let done = ResponseBuilder::new().description("Success, without a body.");

@@ -14,14 +14,16 @@ use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{
-    MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmCounters, VmInfo,
-    VmmPingResponse,
+    MigrationCancelled, MigrationCheck, MigrationReport, PciDeviceInfo, ProgressDocument,
+    VmCounters, VmInfo, VmmPingResponse,
 };
+use super::watchers::Watchers;
 use crate::config::{
     MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
     VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
     VmSnapshotConfig,
 };
+use crate::metrics::{Hub, VmReading};
 
 /// A request to the VMM.
 #[derive(Debug)]
@@ -36,6 +38,8 @@ pub enum VmmRequest {
     Info,
     /// Return the counters of the devices.
     Counters,
+    /// Return what a scrape shows of the VM.
+    Metrics,
     /// Stop the vCPUs.
     Pause,
     /// Resume the vCPUs.
@@ -68,6 +72,8 @@ pub enum VmmRequest {
     ResizeDisk(VmResizeDisk),
     /// Start migrating the VM; answered once the migration has started.
     SendMigration(Box<SendMigrationData>),
+    /// Check a migration of the VM, which moves nothing; answered when that is over.
+    MigrateCheck(Box<SendMigrationData>),
     /// Receive a VM; answered when it has arrived.
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// Return the progress of the migration.
@@ -106,12 +112,16 @@ pub enum ApiReply {
     Info(Box<VmInfo>),
     /// To [`VmmRequest::Counters`].
     Counters(VmCounters),
+    /// To [`VmmRequest::Metrics`].
+    Metrics(Box<VmReading>),
     /// To [`VmmRequest::MigrationProgress`].
     Progress(Box<ProgressDocument>),
     /// To [`VmmRequest::MigrationReport`].
     Report(Box<MigrationReport>),
     /// To [`VmmRequest::AddDevice`] while the guest runs.
     Device(PciDeviceInfo),
+    /// To [`VmmRequest::MigrateCheck`].
+    Check(Box<MigrationCheck>),
     /// To [`VmmRequest::MigrationCancel`].
     Cancelled(MigrationCancelled),
 }
@@ -278,6 +288,8 @@ fn gone() -> ApiError {
 pub struct ApiHandle {
     calls: Sender<ApiCall>,
     event: Arc<EventFd>,
+    hub: Arc<Hub>,
+    watchers: Watchers,
 }
 
 impl fmt::Debug for ApiHandle {
@@ -287,6 +299,16 @@ impl fmt::Debug for ApiHandle {
 }
 
 impl ApiHandle {
+    /// What scrapes show without the VMM thread.
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// Clients that follow a migration on a connection that they keep.
+    pub fn watchers(&self) -> &Watchers {
+        &self.watchers
+    }
+
     /// Puts a request into the queue and wakes the VMM thread.
     ///
     /// # Errors
@@ -328,9 +350,21 @@ impl ApiHandle {
 pub struct ApiQueue {
     calls: Receiver<ApiCall>,
     event: Arc<EventFd>,
+    hub: Arc<Hub>,
+    watchers: Watchers,
 }
 
 impl ApiQueue {
+    /// The same as of its handles.
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// The same as of its handles.
+    pub fn watchers(&self) -> &Watchers {
+        &self.watchers
+    }
+
     /// Readable while there may be calls; never blocks when read.
     pub fn event(&self) -> &EventFd {
         &self.event
@@ -354,6 +388,16 @@ impl ApiQueue {
     }
 }
 
+/// A call without a queue, and where its answer comes.
+#[cfg(test)]
+pub fn call_for_tests(
+    name: &'static str,
+    request: VmmRequest,
+) -> (ApiCall, oneshot::Receiver<ApiResult>) {
+    let (reply, answer) = oneshot::channel();
+    (ApiCall { request, responder: Responder { name, reply: Some(reply) } }, answer)
+}
+
 /// Makes the two ends of the queue.
 ///
 /// # Errors
@@ -361,8 +405,15 @@ impl ApiQueue {
 pub fn channel() -> std::io::Result<(ApiHandle, ApiQueue)> {
     let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
     let (sender, receiver) = std::sync::mpsc::channel();
-    let handle = ApiHandle { calls: sender, event: Arc::clone(&event) };
-    Ok((handle, ApiQueue { calls: receiver, event }))
+    let hub = Arc::<Hub>::default();
+    let watchers = Watchers::new(&event);
+    let handle = ApiHandle {
+        calls: sender,
+        event: Arc::clone(&event),
+        hub: Arc::clone(&hub),
+        watchers: watchers.clone(),
+    };
+    Ok((handle, ApiQueue { calls: receiver, event, hub, watchers }))
 }
 
 #[cfg(test)]

@@ -40,6 +40,9 @@ pub enum RightsError {
          (RLIMIT_NOFILE)"
     )]
     Truncated,
+    /// The socket takes none.
+    #[error("descriptors came with a request to a socket that takes none")]
+    Refused,
 }
 
 #[derive(Debug, Default)]
@@ -50,15 +53,23 @@ struct ArrivedFds {
 
 /// Descriptors received on a connection for its next request.
 #[derive(Clone, Debug, Default)]
-pub struct ReceivedFds(Rc<RefCell<ArrivedFds>>);
+pub struct ReceivedFds {
+    arrived: Rc<RefCell<ArrivedFds>>,
+    refuses: bool,
+}
 
 impl ReceivedFds {
+    /// For a connection that takes none: the kernel installs none in this process.
+    pub fn refusing() -> Self {
+        Self { refuses: true, ..Self::default() }
+    }
+
     /// Takes the descriptors received so far, for the request that has been read.
     ///
     /// # Errors
     /// Some could not be received; the others are closed.
     pub fn take(&self) -> Result<Vec<OwnedFd>, RightsError> {
-        let ArrivedFds { fds, failure } = self.0.take();
+        let ArrivedFds { fds, failure } = self.arrived.take();
         failure.map_or(Ok(fds), Err)
     }
 
@@ -68,18 +79,23 @@ impl ReceivedFds {
     /// Those of `recvmsg`.
     pub fn read(&self, socket: impl AsFd, buf: &mut [u8]) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut control = if self.refuses {
+            RecvAncillaryBuffer::default()
+        } else {
+            RecvAncillaryBuffer::new(&mut space)
+        };
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
         let mut pieces = [IoSliceMut::new(buf)];
         let message = rustix::net::recvmsg(socket, &mut pieces, &mut control, flags)?;
-        let arrived = &mut *self.0.borrow_mut();
+        let arrived = &mut *self.arrived.borrow_mut();
         for part in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = part {
                 arrived.fds.extend(fds);
             }
         }
         if message.flags.contains(ReturnFlags::CTRUNC) {
-            arrived.failure = Some(RightsError::Truncated);
+            let why = if self.refuses { RightsError::Refused } else { RightsError::Truncated };
+            arrived.failure = Some(why);
         } else if arrived.fds.len() > MAX_REQUEST_FDS {
             arrived.failure = Some(RightsError::TooMany);
         }

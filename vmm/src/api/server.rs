@@ -3,7 +3,8 @@
 //! The HTTP server: one thread with a single-threaded runtime, one task per connection.
 //!
 //! Owns accepting, the limits of a connection, and an orderly end: the response to
-//! `vmm.shutdown` still goes out. The thread exists only if an API socket was asked for. It must
+//! `vmm.shutdown` still goes out. There is such a thread for the API and one for metrics, each only if its socket was
+//! asked for, so that scrapes and requests do not delay each other. It must
 //! never run anything of a VM.
 
 use std::future::{Future, poll_fn};
@@ -27,6 +28,7 @@ use super::connection_slots::{ConnectionSlot, ConnectionSlots};
 use super::hangup::Hangup;
 use super::request::ApiHandle;
 use super::rights::ReceivedFds;
+use super::scrape;
 use super::socket::{ApiListener, SocketError};
 use super::timeout_stream::{HeadClock, StreamTimeouts, TimeoutStream};
 
@@ -66,6 +68,33 @@ impl Default for Limits {
     }
 }
 
+/// What a server offers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Front {
+    /// All endpoints.
+    Api,
+    /// Metrics alone: nothing that changes a VM, and nothing else that is said of it.
+    Metrics,
+}
+
+impl Front {
+    /// Name of its thread.
+    const fn thread(self) -> &'static str {
+        match self {
+            Self::Api => "http-server",
+            Self::Metrics => "metrics-server",
+        }
+    }
+
+    /// In messages.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Api => "the API",
+            Self::Metrics => "metrics",
+        }
+    }
+}
+
 /// Stack size of the server thread; its deepest use is parsing a large configuration.
 const STACK_BYTES: usize = 1 << 20;
 
@@ -84,14 +113,23 @@ impl ApiServer {
     /// # Errors
     /// The thread or the poll descriptor cannot be created.
     pub fn start(listener: ApiListener, handle: ApiHandle) -> Result<Self, SocketError> {
-        Self::start_with(listener, handle, Limits::default())
+        Self::start_with(Front::Api, listener, handle, Limits::default())
     }
 
-    /// Starts the server with other limits.
+    /// Starts the server of metrics on a listening socket.
+    ///
+    /// # Errors
+    /// The thread or the poll descriptor cannot be created.
+    pub fn start_metrics(listener: ApiListener, handle: ApiHandle) -> Result<Self, SocketError> {
+        Self::start_with(Front::Metrics, listener, handle, scrape::limits())
+    }
+
+    /// Starts a server with other limits.
     ///
     /// # Errors
     /// The thread or the poll descriptor cannot be created.
     pub fn start_with(
+        front: Front,
         listener: ApiListener,
         handle: ApiHandle,
         limits: Limits,
@@ -105,7 +143,7 @@ impl ApiServer {
                 Ok((runtime, accept)) => {
                     let _ = started.send(Ok(()));
                     let local = tokio::task::LocalSet::new();
-                    local.block_on(&runtime, run(accept, handle, limits, stopped));
+                    local.block_on(&runtime, run(front, accept, handle, limits, stopped));
                 }
                 Err(error) => {
                     let _ = started.send(Err(error));
@@ -113,7 +151,7 @@ impl ApiServer {
             }
             drop(listener);
         };
-        let builder = Builder::new("http-server").stack_bytes(STACK_BYTES);
+        let builder = Builder::new(front.thread()).stack_bytes(STACK_BYTES);
         let thread = StoppableThread::build(builder, move || drop(stop.lock().take()), body)
             .map_err(SocketError::Start)?;
         match start.recv() {
@@ -141,6 +179,7 @@ fn prepare(
 
 /// Accepts connections until the server is stopped, then waits for the open ones.
 async fn run(
+    front: Front,
     accept: std::os::unix::net::UnixListener,
     handle: ApiHandle,
     limits: Limits,
@@ -149,7 +188,7 @@ async fn run(
     let listener = match UnixListener::from_std(accept) {
         Ok(listener) => listener,
         Err(error) => {
-            log::error!("the API socket cannot be polled: {error}");
+            log::error!("the socket of {} cannot be polled: {error}", front.name());
             return;
         }
     };
@@ -170,13 +209,14 @@ async fn run(
             None => break,
             Some(Ok((stream, _))) => match slots.acquire() {
                 Some((slot, leave)) => {
-                    let server = Common { http: Rc::clone(&http), handle: handle.clone(), limits };
+                    let (http, handle) = (Rc::clone(&http), handle.clone());
+                    let server = Common { front, http, handle, limits };
                     tokio::task::spawn_local(client(server, stream, slot, leave, ended.clone()));
                 }
                 None => turn_away(stream),
             },
             Some(Err(error)) => {
-                log::warn!("a connection to the API cannot be accepted: {error}");
+                log::warn!("a connection to {} cannot be accepted: {error}", front.name());
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
@@ -204,6 +244,7 @@ fn http(limits: Limits) -> http1::Builder {
 
 /// State that the tasks of all clients share.
 struct Common {
+    front: Front,
     http: Rc<http1::Builder>,
     handle: ApiHandle,
     limits: Limits,
@@ -217,19 +258,23 @@ async fn client(
     leave: oneshot::Receiver<()>,
     mut ended: watch::Receiver<bool>,
 ) {
-    let Common { http, handle, limits } = server;
+    let Common { front, http, handle, limits } = server;
     let slot = Rc::new(slot);
     let clock = HeadClock::new();
     let timeouts = StreamTimeouts { head: limits.head_time, write: limits.write_time };
-    let received = ReceivedFds::default();
+    let received = match front {
+        Front::Api => ReceivedFds::default(),
+        Front::Metrics => ReceivedFds::refusing(),
+    };
     let hangup = Rc::new(Hangup::of(&stream));
+    let watching = Rc::default();
     let io = TokioIo::new(TimeoutStream::new(stream, timeouts, clock.clone(), received.clone()));
     let service = service_fn(|request| {
         let (request_guard, handle, slot) = (clock.request(), handle.clone(), Rc::clone(&slot));
-        let client =
-            connection::Peer { slot, received: received.clone(), hangup: Rc::clone(&hangup) };
+        let (received, hangup) = (received.clone(), Rc::clone(&hangup));
+        let client = connection::Peer { slot, received, hangup, watching: Rc::clone(&watching) };
         async move {
-            let answer = connection::serve(request, handle, limits, client).await;
+            let answer = connection::serve(request, front, handle, limits, client).await;
             drop(request_guard);
             answer
         }
@@ -242,7 +287,7 @@ async fn client(
     let mut ending = false;
     let result = poll_fn(|cx| {
         if leave.as_mut().poll(cx).is_ready() {
-            log::debug!("a connection to the API is closed in favour of another");
+            log::debug!("a connection to {} is closed in favour of another", front.name());
             return Poll::Ready(Ok(()));
         }
         if !ending && end.as_mut().poll(cx).is_ready() {
@@ -253,7 +298,7 @@ async fn client(
     })
     .await;
     if let Err(error) = result {
-        log::debug!("a connection to the API ended: {error}");
+        log::debug!("a connection to {} ended: {error}", front.name());
     }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The Unix socket on which the API listens.
+//! The Unix socket on which the API listens, and that of metrics.
 //!
 //! Owns taking the path over from a dead process, refusing it to a second live one, and removing
 //! it at the end. It must never remove a socket on which another process answers.
@@ -12,7 +12,9 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use thiserror::Error;
 
 /// Where the API listens.
@@ -33,6 +35,18 @@ pub enum SocketError {
         /// The value of the option.
         text: String,
     },
+    /// `--metrics` cannot be read.
+    #[error("--metrics '{text}' is not unix:<path>")]
+    MetricsSyntax {
+        /// The value of the option.
+        text: String,
+    },
+    /// `--successor` cannot be read.
+    #[error("--successor '{text}' is not fd=<number of a connected socket>,suffix=<text>")]
+    SuccessorSyntax {
+        /// The value of the option.
+        text: String,
+    },
     /// The descriptor is not open or not a listening Unix socket.
     #[error("descriptor {fd} of --api-socket is not a listening Unix socket")]
     BadFd {
@@ -40,7 +54,7 @@ pub enum SocketError {
         fd: i32,
     },
     /// Another process listens at the path.
-    #[error("the API socket '{path}' is in use by another process, choose another path")]
+    #[error("the socket '{path}' is in use by another process, choose another path")]
     Live {
         /// The path.
         path: PathBuf,
@@ -52,7 +66,7 @@ pub enum SocketError {
         path: PathBuf,
     },
     /// The socket cannot be created or bound.
-    #[error("the API socket '{path}' cannot be made")]
+    #[error("the socket '{path}' cannot be made")]
     Bind {
         /// The path.
         path: PathBuf,
@@ -61,7 +75,7 @@ pub enum SocketError {
         source: io::Error,
     },
     /// The server cannot be started.
-    #[error("the API server cannot be started")]
+    #[error("the HTTP server cannot be started")]
     Start(#[source] io::Error),
 }
 
@@ -78,6 +92,15 @@ impl ApiSocket {
         let path = text.strip_prefix("path=").unwrap_or(text);
         if path.is_empty() { Err(bad()) } else { Ok(Self::Path(PathBuf::from(path))) }
     }
+}
+
+/// Parses the socket of metrics, `unix:<path>`.
+///
+/// # Errors
+/// The text is something else.
+pub fn parse_metrics(text: &str) -> Result<PathBuf, SocketError> {
+    let path = text.strip_prefix("unix:").filter(|path| !path.is_empty());
+    path.map(PathBuf::from).ok_or_else(|| SocketError::MetricsSyntax { text: text.to_owned() })
 }
 
 /// Takes ownership of an inherited descriptor.
@@ -110,15 +133,46 @@ fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
 #[derive(Debug)]
 pub struct ApiListener {
     listener: UnixListener,
-    file: Option<SocketFile>,
+    file: Option<Arc<SocketFile>>,
 }
 
 /// A socket file that this process created.
 #[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
+pub struct SocketFile {
+    /// Changes at most once, when this process takes the place of another.
+    path: Mutex<PathBuf>,
     device: u64,
     inode: u64,
+}
+
+impl SocketFile {
+    /// Where it is.
+    pub fn path(&self) -> PathBuf {
+        self.path.lock().clone()
+    }
+
+    /// Puts it where the socket of another process is, or was. A client finds that one or this one at the path, and
+    /// never nothing.
+    ///
+    /// # Errors
+    /// Those of rename(2); it stays where it is.
+    pub fn move_to(&self, path: &Path) -> io::Result<()> {
+        let mut own = self.path.lock();
+        fs::rename(&*own, path)?;
+        path.clone_into(&mut own);
+        Ok(())
+    }
+
+    /// Removes it, unless another process has put its own socket there in the meantime.
+    fn remove(&self) {
+        let path = self.path.lock();
+        if let Ok(metadata) = fs::symlink_metadata(&*path)
+            && (metadata.dev(), metadata.ino()) == (self.device, self.inode)
+            && let Err(error) = fs::remove_file(&*path)
+        {
+            log::warn!("the socket '{}' cannot be removed: {error}", path.display());
+        }
+    }
 }
 
 impl ApiListener {
@@ -136,7 +190,8 @@ impl ApiListener {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
                 let metadata = fs::symlink_metadata(&path).map_err(failed)?;
                 let (device, inode) = (metadata.dev(), metadata.ino());
-                Ok(Self { listener, file: Some(SocketFile { path, device, inode }) })
+                let file = SocketFile { path: Mutex::new(path), device, inode };
+                Ok(Self { listener, file: Some(Arc::new(file)) })
             }
         }
     }
@@ -145,17 +200,17 @@ impl ApiListener {
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
+
+    /// Its file, unless the socket was inherited.
+    pub fn file(&self) -> Option<Arc<SocketFile>> {
+        self.file.clone()
+    }
 }
 
 impl Drop for ApiListener {
     fn drop(&mut self) {
-        let Some(file) = &self.file else { return };
-        // Another process may have put its own socket there in the meantime; that one is kept.
-        if let Ok(metadata) = fs::symlink_metadata(&file.path)
-            && (metadata.dev(), metadata.ino()) == (file.device, file.inode)
-            && let Err(error) = fs::remove_file(&file.path)
-        {
-            log::warn!("the API socket '{}' cannot be removed: {error}", file.path.display());
+        if let Some(file) = &self.file {
+            file.remove();
         }
     }
 }
@@ -173,7 +228,7 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
     }
     match probe(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            log::info!("replacing the stale API socket '{}'", path.display());
+            log::info!("replacing the stale socket '{}'", path.display());
             fs::remove_file(path).map_err(failed)
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

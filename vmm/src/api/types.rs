@@ -19,6 +19,7 @@ use crate::config::value::{FieldValue, SchemaSet};
 pub use vm_migration::History as MigrationReport;
 pub use vm_migration::document::{self, ProgressDocument};
 pub use vm_migration::history;
+pub use vm_migration::{CheckFinding, MigrationCheck, MigrationForecast};
 
 /// Version of cloud-hypervisor whose API this is; clients select features by it.
 pub const COMPATIBLE_VERSION: &str = "53.0.0";

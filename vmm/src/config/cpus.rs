@@ -5,6 +5,7 @@
 //! Owns the family and the rules within it. It must never query the host's capabilities.
 
 use super::codec::{Choice, Int, IntList, JsonOnly, One, Opt, Toggle, ValueCodec, pair_items};
+use super::cpu_baseline::{BaselineFile, CpuBaseline};
 use super::enums::option_enum;
 use super::error::ConfigError;
 use super::family::option_family;
@@ -119,6 +120,8 @@ option_family! {
             "core_scheduling" as One<Choice>;
         /// The processor that the guest sees.
         profile: CpuProfile = CpuProfile::Host, "profile" as One<Choice>;
+        /// Features to which the processor that the guest sees is limited: those that several hosts have in common.
+        baseline: Option<CpuBaseline> = None, "baseline" as Opt<BaselineFile>;
     }
 }
 
@@ -168,6 +171,12 @@ impl CpusConfig {
             let product = topology.product();
             if product != u64::from(self.max_vcpus) {
                 return Err(ConfigError::TopologyProduct { product, max: self.max_vcpus });
+            }
+        }
+        if let Some(baseline) = &self.baseline {
+            baseline.validate()?;
+            if self.features.amx {
+                return Err(ConfigError::AmxBaseline);
             }
         }
         let mut seen = std::collections::BTreeSet::new();

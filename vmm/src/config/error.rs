@@ -15,6 +15,23 @@ use super::option_string::OptionError;
 /// Why a configuration is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
+    /// The CPU baseline is none.
+    #[error(transparent)]
+    Baseline(#[from] super::cpu_baseline::BaselineContentsError),
+    /// The configuration of a VM that has booted elsewhere names a file.
+    #[error(
+        "the CPU baseline of a VM that has run is in its configuration, and this one names the file {} instead",
+        path.display()
+    )]
+    BaselineFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// AMX beside a CPU baseline.
+    #[error(
+        "features=[amx] cannot be had with a baseline, as none has AMX: leave cpus.features.amx or cpus.baseline out"
+    )]
+    AmxBaseline,
     /// An option string cannot be parsed.
     #[error("--{option} cannot be read")]
     Option {

@@ -28,6 +28,7 @@ use super::zone_update::{MemoryUpdates, VmMemoryZoneUpdateData, ZoneUpdates};
 
 /// Maximum number of parallel connections of a migration.
 const CONNECTIONS_MAX: u64 = options::CONNECTIONS_MAX as u64;
+const PREEMPT_MAX: u64 = options::URGENT_CONNECTIONS_MAX as u64;
 
 /// Maximum configurable downtime in milliseconds: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
@@ -142,7 +143,7 @@ option_family! {
         postcopy_after_s: Option<u64> = None, "postcopy_after_s" as Opt<Int>, range(0, TIMEOUT_MAX_S);
         /// Connections reserved for pages that the guest waits for in postcopy; with 0 these pages share the
         /// other connections. By default chosen by the number of vCPUs.
-        preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, CONNECTIONS_MAX);
+        preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, PREEMPT_MAX);
         /// Bandwidth limit in bytes per second for memory that no fault waits for: all memory in
         /// precopy, before compression, and background pages in postcopy; 0 for no limit.
         bandwidth: u64 = 0, "bandwidth" as One<Bytes>;

@@ -14,6 +14,7 @@
 pub mod balloon;
 pub mod codec;
 pub mod console;
+pub mod cpu_baseline;
 pub mod cpus;
 pub mod descriptor;
 pub mod device;

@@ -108,6 +108,23 @@ impl VmParams {
         self.raw_config()?.complete()
     }
 
+    /// The same for a VM that is not started, and need not have anything to boot.
+    ///
+    /// # Errors
+    /// As [`Self::into_config`].
+    pub fn into_config_to_check(self) -> Result<VmConfig, ConfigError> {
+        let mut config = self.raw_config()?;
+        let is_given = config.payload.kernel.is_some() || config.payload.firmware.is_some();
+        if is_given {
+            return config.complete();
+        }
+        // The rules of a complete configuration ask for one.
+        config.payload.kernel = Some("/dev/null".into());
+        let mut config = config.complete()?;
+        config.payload.kernel = None;
+        Ok(config)
+    }
+
     /// Parses all option strings without validating them together.
     ///
     /// # Errors

@@ -144,6 +144,10 @@ impl VmConfig {
     /// # Errors
     /// As [`Self::complete`].
     pub fn complete_begun(self) -> Result<Self, ConfigError> {
+        if let Some(path) = self.cpus.baseline.as_ref().and_then(|baseline| baseline.file.clone()) {
+            // Before anything looks for it: it would be a file of this host.
+            return Err(ConfigError::BaselineFile { path });
+        }
         self.complete_with(|_| Ok(()))
     }
 

@@ -81,15 +81,16 @@ pub fn confirm_all(
 impl Vmm {
     /// Cancels the current migration.
     pub(super) fn cancel_migration(&mut self, responder: Responder) {
-        let (side, cancel, cancellers) = match &mut self.vm {
+        let (side, is_told, cancel, cancellers) = match &mut self.vm {
             VmLifecycle::Receiving(receiving) if receiving.doubtful().is_some() => {
                 return responder.answer(Err(super::doubt::in_doubt()));
             }
             VmLifecycle::Migrating { sending, .. } => {
-                ("source", &sending.cancel, &mut sending.cancellers)
+                // A check is told by no event.
+                ("source", !sending.is_check, &sending.cancel, &mut sending.cancellers)
             }
             VmLifecycle::Receiving(receiving) => {
-                ("destination", &receiving.cancel, &mut receiving.cancellers)
+                ("destination", true, &receiving.cancel, &mut receiving.cancellers)
             }
             VmLifecycle::Serving(_) => return responder.answer(Err(at_destination())),
             VmLifecycle::HandedOver { reason, .. } => {
@@ -116,7 +117,9 @@ impl Vmm {
                 return responder.answer(Err(no_migration()));
             }
         };
-        events::emit("vm", "migration-cancelling", &[("side", side)]);
+        if is_told {
+            events::emit("vm", "migration-cancelling", &[("side", side)]);
+        }
         cancellers.push(responder);
         cancel.cancel();
     }

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::Vmm;
 use super::inbox::{InboxSender, Message};
+use super::successor::Successor;
 use crate::config::VmConfig;
 use crate::sandbox::PathRule;
 use crate::sandbox::landlock::{Confinement, LandlockError, PathSet};
@@ -94,7 +95,7 @@ impl Vmm {
         Confiner {
             confinement: self.confinement.clone(),
             api_socket: self.api_path.clone(),
-            of_request: Vec::new(),
+            of_request: self.successor.iter().flat_map(Successor::rules).collect(),
             inbox_sender: self.inbox_sender.clone(),
         }
     }

@@ -95,6 +95,7 @@ impl Between<'_> {
                 }
                 VmmRequest::VmmShutdown { force } => self.has_arrived && !is_received && !force,
                 VmmRequest::Ping
+                | VmmRequest::Metrics
                 | VmmRequest::MigrationProgress
                 | VmmRequest::MigrationReport
                 | VmmRequest::MigrationCancel
@@ -215,7 +216,7 @@ mod tests {
         while due.is_some_and(|due| Instant::now() < due) {
             std::thread::yield_now();
         }
-        assert!(!waits(VmmRequest::Info));
+        assert!(!waits(VmmRequest::Info) && !waits(VmmRequest::Metrics));
         assert!(waits(VmmRequest::Pause));
     }
 

@@ -161,14 +161,11 @@ mod tests {
     use std::time::Duration;
 
     use serde_json::{Value, json};
-    use vfio::MapSample;
 
     use super::*;
 
     fn progress(state: PinState) -> PinProgress {
-        let (pinned_bytes, total_bytes) = (1 << 20, 4 << 20);
-        let sample = MapSample::default();
-        PinProgress { pinned_bytes, processed_bytes: pinned_bytes, sample, total_bytes, state }
+        PinProgress { pinned_bytes: 1 << 20, total_bytes: 4 << 20, state }
     }
 
     fn shown(state: PinState, withheld: Vec<WithheldStatus>) -> Value {

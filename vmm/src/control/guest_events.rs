@@ -17,6 +17,7 @@
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
 //!  Withheld      waits               announced         waits              announced
+//!  LongMapping   waits               withheld          waits              withheld
 //!  DeviceWanted  waits               guest is asked    guest is asked     guest is asked
 //!  DiskFull      waits               told              waits              told, pauses it
 //! ```
@@ -71,6 +72,7 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
         | GuestEvent::VcpuStopped { .. } => true,
         GuestEvent::Ejected
         | GuestEvent::WithheldDevice
+        | GuestEvent::LongMapping { .. }
         | GuestEvent::DeviceWanted { .. }
         | GuestEvent::DiskFull { .. }
         | GuestEvent::Panicked { .. } => false,
@@ -289,6 +291,12 @@ impl Vmm {
                     && machine.withholds_devices()
                 {
                     self.devices_ejected();
+                }
+                Next::Continue
+            }
+            GuestEvent::LongMapping { left } => {
+                if let VmLifecycle::Live(machine) = &mut self.vm {
+                    machine.withhold_unseen(left);
                 }
                 Next::Continue
             }

@@ -12,6 +12,7 @@ use std::time::Instant;
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::checking::CheckEnd;
 use super::confining::ConfineRequest;
 use super::doubt::InDoubtVm;
 use super::pausing::{ArrivedEnd, PauseEnd, TransitionEnd};
@@ -29,6 +30,8 @@ pub enum Message {
     Guest(u64, GuestEvent, Instant),
     /// An outgoing migration has ended.
     SendEnd(Box<SendEnd>),
+    /// A check of a migration has ended.
+    CheckEnd(Box<CheckEnd>),
     /// An incoming migration has ended, or its guest runs.
     ReceiveEnd(Box<ReceiveEnd>),
     /// An incoming VM is in doubt.

@@ -155,6 +155,13 @@ impl Vmm {
     /// Refuses to migrate or save a VM whose devices do not support it, or whose guest has requested its
     /// end, which takes precedence.
     pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
+        self.refuse_ending()?;
+        let movable = self.machine_mut()?.check_movable();
+        movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
+    }
+
+    /// Refuses what a guest excludes that has requested its end.
+    pub(super) fn refuse_ending(&mut self) -> Result<(), ApiError> {
         let machine = self.machine_mut()?;
         if machine.is_ending() {
             let text = if machine.is_paused() {
@@ -165,7 +172,6 @@ impl Vmm {
             };
             return Err(ApiError::new(ApiErrorKind::Conflict, text));
         }
-        let movable = machine.check_movable();
-        movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
+        Ok(())
     }
 }

@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{Cancel, GuestLocation, Phase, ProgressDocument, Steering};
+use vm_migration::{Cancel, GuestLocation, Phase, Progress, ProgressDocument, Steering};
 
 use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
 use super::sending::{self, SendEnd};
 use super::threads::release_within;
 use super::{GuestPages, HandedOverMemory, Next, VmLifecycle, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
+use crate::api::watchers::is_the_end;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
@@ -35,16 +36,27 @@ pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 /// never happens.
 const REMAINS_TIME: Duration = Duration::from_secs(10);
 
-/// Time that the process stays for further clients after one has read the end: a few polls of ch-remote.
+/// Time that the process stays after one client has read the end for others that connect for each request: a few polls.
+/// Those that keep their connections have [`WATCHER_TIME`].
 const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
 
-/// Time that the process stays after a migration. `asked`: since the last request of a client that has not
-/// read the end; `seen`: since the first one that has.
-fn exit_delay(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
+/// Time that the process stays at the most after a migration. `asked`: since the last request of a client that has not
+/// read the end; `seen`: since the first one that has; `watchers`: clients that keep their connections and have not.
+fn exit_delay(asked: Option<Duration>, seen: Option<Duration>, watchers: usize) -> Duration {
     match (asked, seen) {
+        _ if watchers > 0 => WATCHER_TIME,
         (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
         (_, Some(seen)) => OTHER_WATCHERS_TIME.saturating_sub(seen),
         _ => Duration::ZERO,
+    }
+}
+
+/// When a process ends that stays until `latest`: before, once a client has read the end and no other one is connected that
+/// has not.
+pub(crate) fn exit_time(latest: Instant, seen: Option<Instant>, watchers: usize) -> Instant {
+    match seen.and_then(|seen| seen.checked_add(OTHER_WATCHERS_TIME)) {
+        Some(soon) if watchers == 0 => latest.min(soon),
+        _ => latest,
     }
 }
 
@@ -66,6 +78,8 @@ impl Vmm {
     fn is_settled(&self) -> bool {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
         match (&self.vm, &self.pages) {
+            // The progress is that of an earlier migration.
+            (VmLifecycle::Migrating { sending, .. }, _) if sending.is_check => true,
             // The process of a successful source exits; requests are answered as it does.
             (VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_), _) => {
                 phase != Some(Phase::Failed)
@@ -92,10 +106,16 @@ impl Vmm {
     }
 
     /// Answers the clients that asked while the end was being processed.
-    fn answer_progress_askers(&mut self) {
+    pub(super) fn answer_progress_askers(&mut self) {
         for responder in std::mem::take(&mut self.progress_askers) {
             self.progress_for(responder);
         }
+    }
+
+    /// When the process ends after a migration, and why; `None` while nothing but clients would be waited for.
+    pub(super) fn exit_due(&self) -> Option<(Instant, ExitReason)> {
+        let (latest, reason) = self.pending_exit?;
+        Some((exit_time(latest, self.end_seen_at, self.watchers.count()), reason))
     }
 
     /// Answers the progress requests that are still queued when the process ends.
@@ -114,17 +134,19 @@ impl Vmm {
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
-        if is_the_end(snapshot.phase) {
+        if is_the_end(&snapshot) {
             // A client that has read the end, perhaps before the VMM thread has processed it, needs no more
             // time.
             self.watched_at = None;
             self.end_seen_at.get_or_insert_with(Instant::now);
         }
-        if let Some((until, _)) = &mut self.pending_exit {
-            // This client has read the end.
-            *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
-        }
         Ok(ApiReply::Progress(Box::new(snapshot)))
+    }
+
+    /// Has watchers and scrapes see this migration from now on.
+    fn follow(&mut self, progress: &Arc<Progress>) {
+        self.hub.follow(progress);
+        self.progress = Some(Arc::clone(progress));
     }
 
     pub(super) fn migration_report(&self) -> ApiResult {
@@ -157,7 +179,7 @@ impl Vmm {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
-                self.progress = Some(Arc::clone(&sending.progress));
+                self.follow(&sending.progress);
                 self.vm = VmLifecycle::Migrating { info, sending, stopped };
                 Ok(())
             }
@@ -170,7 +192,7 @@ impl Vmm {
     }
 
     /// Starts the page server, if the request asks for one.
-    fn page_server(
+    pub(super) fn page_server(
         &mut self,
         data: &SendMigrationData,
     ) -> Result<Option<PageServerPlan>, ApiError> {
@@ -254,7 +276,7 @@ impl Vmm {
         match receiving::start(target, context, responder, cancel) {
             Ok(receiving) => {
                 self.pending_exit = None;
-                self.progress = Some(Arc::clone(&receiving.progress));
+                self.follow(&receiving.progress);
                 self.vm = VmLifecycle::Receiving(receiving);
             }
             Err((responder, error)) => {
@@ -298,7 +320,8 @@ impl Vmm {
                 report_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
-                let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
+                let (asked, seen) = (self.watched_at.map(age), self.end_seen_at.map(age));
+                let stay = exit_delay(asked, seen, self.watchers.count());
                 // Tearing down a machine of many vCPUs and much memory takes time. Clients that ask
                 // meanwhile are answered afterwards, and their time counts from then on.
                 release_remains(remains);
@@ -402,7 +425,7 @@ impl Vmm {
                     observer::report_end("migration-receive-finished", last.as_ref());
                 }
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
-                answer(Ok(ApiReply::Empty));
+                answer(self.succeed().map(|()| ApiReply::Empty));
             }
             ReceiveOutcome::NotStarted { machine, error, pages_missing } => {
                 failed(&error);
@@ -411,6 +434,8 @@ impl Vmm {
                     self.pages = GuestPages::Arriving { steering };
                 }
                 cancel::refuse_all(&mut cancellers, &self.vm.why_not_live());
+                // The client that decides on the VM finds it where it was.
+                let _ = self.succeed();
                 answer(Err(error.context(
                     "the VM has arrived and was not started; vm.resume starts it, vm.delete gives \
                      it up",
@@ -426,7 +451,10 @@ impl Vmm {
                 answer(Err(error));
             }
         }
-        self.end_after_arrival()
+        match self.end_after_arrival() {
+            Next::Continue => self.end_if_unneeded(),
+            end => end,
+        }
     }
 
     /// Handles the last page of an incoming postcopy migration, or its loss.
@@ -498,11 +526,6 @@ fn release_remains<T: Send + 'static>(remains: T) {
     release_within("vm-delete", "what is left of the VM", remains, REMAINS_TIME);
 }
 
-/// Whether a progress answer with this phase shows the end of the migration.
-fn is_the_end(phase: Phase) -> bool {
-    matches!(phase, Phase::Done | Phase::HandedOn | Phase::Failed)
-}
-
 /// Emits the event of a VM that has moved, with the page server that holds its last pages.
 fn report_end(last: Option<&ProgressDocument>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
@@ -526,26 +549,44 @@ fn nothing_migrated() -> ApiError {
 
 #[cfg(test)]
 mod tests {
+    use vm_migration::Side;
+
     use super::*;
 
     #[test]
     fn a_client_that_saw_a_migration_fail_does_not_keep_the_process_after_the_next() {
-        assert!([Phase::Done, Phase::HandedOn, Phase::Failed].into_iter().all(is_the_end));
+        let ends = |phase| {
+            is_the_end(&ProgressDocument { phase, ..Progress::new(Side::Source).snapshot() })
+        };
+        assert!([Phase::Done, Phase::HandedOn, Phase::Failed].into_iter().all(ends));
         let more_comes = [Phase::Idle, Phase::Precopy, Phase::Serve, Phase::PostcopyPaused];
-        assert!(!more_comes.into_iter().any(is_the_end));
+        assert!(!more_comes.into_iter().any(ends));
     }
 
     #[test]
     fn the_process_stays_for_those_who_have_not_seen_the_end() {
         let ms = |ms| Some(Duration::from_millis(ms));
-        assert_eq!(exit_delay(None, None), Duration::ZERO, "no client watches");
-        assert_eq!(exit_delay(ms(100), None), WATCHER_TIME);
+        assert_eq!(exit_delay(None, None, 0), Duration::ZERO, "no client watches");
+        assert_eq!(exit_delay(ms(100), None, 0), WATCHER_TIME);
         // The time that the teardown has taken does not count.
-        assert_eq!(exit_delay(ms(9_900), None), WATCHER_TIME);
-        assert_eq!(exit_delay(ms(10_100), None), Duration::ZERO, "they have left");
+        assert_eq!(exit_delay(ms(9_900), None, 0), WATCHER_TIME);
+        assert_eq!(exit_delay(ms(10_100), None, 0), Duration::ZERO, "they have left");
         // One client has read the end, another that polls as often has not yet.
-        assert_eq!(exit_delay(None, ms(100)), Duration::from_millis(200));
-        assert_eq!(exit_delay(None, ms(400)), Duration::ZERO);
-        assert_eq!(exit_delay(ms(50), ms(100)), WATCHER_TIME);
+        assert_eq!(exit_delay(None, ms(100), 0), Duration::from_millis(200));
+        assert_eq!(exit_delay(None, ms(400), 0), Duration::ZERO);
+        assert_eq!(exit_delay(ms(50), ms(100), 0), WATCHER_TIME);
+        // It is connected, and may be kept from asking.
+        assert_eq!(exit_delay(None, ms(400), 1), WATCHER_TIME);
+        assert_eq!(exit_delay(ms(10_100), None, 1), WATCHER_TIME);
+    }
+
+    #[test]
+    fn the_last_connected_client_that_reads_the_end_is_waited_for() {
+        let now = Instant::now();
+        let latest = now + WATCHER_TIME;
+        assert_eq!(exit_time(latest, None, 0), latest);
+        assert_eq!(exit_time(latest, Some(now), 2), latest);
+        assert_eq!(exit_time(latest, Some(now), 0), now + OTHER_WATCHERS_TIME);
+        assert_eq!(exit_time(now, Some(now), 0), now, "never later");
     }
 }

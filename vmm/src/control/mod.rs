@@ -22,6 +22,7 @@
 //!   Live > TearingDown > None, Created, Starting: delete, shutdown, reboot
 //!   Live > Transitioning > Live: pause, resume, a device comes or goes; a disk is full, or has room again
 //!   NotStarted > Transitioning > Live: resume
+//!   Live > Migrating > Live: migrate-check
 //!   Migrating > Unanswered: another program was told to run the guest, and its answer is lost
 //!   Unanswered > Transitioning > Live, Unanswered: resume
 //! ```
@@ -46,17 +47,21 @@
 //! | `triple_faults` | guests that reset by a triple fault |
 //! | `snapshot` | the threads that save and restore |
 //! | `migrating` | begin and end of migrations |
+//! | `checking` | checks of a migration, which move nothing |
 //! | `sending`, `receiving` | the threads that own the machine while it moves |
 //! | `postcopy` | start-postcopy and recover |
 //! | `cancel` | which requests end a migration, and until when |
 //! | `doubt` | a VM that has arrived, while it is unknown whether its source runs it |
 //! | `unanswered` | a VM that was sent, while it is unknown whether its destination runs it |
+//! | `successor` | a process that takes the place of another, with its guest |
 //! | `observer` | migrations in log and events |
 //! | `when_not_live` | what a request is told that meets no live VM |
 //! | `describe`, `device_tree` | `vm.info` and `vm.counters` |
+//! | `metrics` | what a scrape shows of the VM |
 //! | `threads` | threads that own what the VMM thread has given them |
 
 mod cancel;
+mod checking;
 mod confining;
 mod core_dump;
 mod deferred;
@@ -69,6 +74,7 @@ mod guest_events;
 mod hotplug;
 mod inbox;
 mod lifecycle;
+mod metrics;
 mod migrating;
 mod observer;
 mod pausing;
@@ -80,6 +86,9 @@ mod run;
 mod sending;
 mod snapshot;
 mod starting;
+mod successor;
+#[cfg(test)]
+mod table_tests;
 mod teardown;
 mod threads;
 mod triple_faults;
@@ -97,17 +106,19 @@ use vm_migration::source::Held;
 use vm_migration::{Progress, Steering};
 
 use crate::api::request::Responder;
+use crate::api::watchers::Watchers;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{EventSink, Host, Machine, StoppedMemoryWork};
+use crate::metrics::Hub;
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
 use crate::options::{ChildLogging, ExitReason};
 use crate::sandbox::landlock::Confinement;
 
-pub(crate) use migrating::WATCHER_TIME;
+pub(crate) use migrating::{WATCHER_TIME, exit_time};
 pub(crate) use observer::{announce, report_end};
 pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
@@ -117,12 +128,14 @@ use ending::{EndSignals, Ending};
 use full_disks::FullDisks;
 use guest_events::GuestEvents;
 use inbox::{InboxSender, Message};
+use metrics::NotedMeters;
 use pausing::Transition;
 use receiving::Receiving;
 use reset_pace::ResetPace;
 use sending::Sending;
 use snapshot::{Busy, MemoryFill, Work};
 use starting::Starting;
+use successor::Successor;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
 use unanswered::Unanswered;
@@ -237,6 +250,12 @@ struct Vmm {
     memory_came: bool,
     /// Progress of the last migration.
     progress: Option<Arc<Progress>>,
+    /// Handles to the counters of the last machine that was live.
+    meters: Option<NotedMeters>,
+    /// What scrapes show without this thread.
+    hub: Arc<Hub>,
+    /// Clients that follow a migration on a connection that they keep.
+    watchers: Watchers,
     /// When a client last requested the progress of a migration.
     watched_at: Option<Instant>,
     /// When a client first read the end of it.
@@ -256,7 +275,7 @@ struct Vmm {
     deleters: Vec<Responder>,
     /// Handles reconnections of sources that may not know that their migration to here has ended.
     late_reconnects: LateReconnects,
-    /// Set once the VM has migrated while a client may still read the result: when the process exits, and
+    /// Set once the VM has migrated while a client may still read the result: when the process exits at the latest, and
     /// why. Cleared when another VM is created here.
     pending_exit: Option<(Instant, ExitReason)>,
     /// When the process ends at the latest, whatever has not finished.
@@ -269,6 +288,8 @@ struct Vmm {
     deferred: Deferred,
     /// When the guest is told again of what it has not read.
     unread_events: UnreadEvents,
+    /// Set in a process that is to take the place of another.
+    successor: Option<Successor>,
 }
 
 impl Vmm {
@@ -294,6 +315,9 @@ impl Vmm {
             prefault_stage2: false,
             memory_came: false,
             progress: None,
+            meters: None,
+            hub: Arc::default(),
+            watchers: Watchers::default(),
             watched_at: None,
             end_seen_at: None,
             progress_askers: Vec::new(),
@@ -310,6 +334,7 @@ impl Vmm {
             end_signals: EndSignals::default(),
             deferred: Deferred::default(),
             unread_events: UnreadEvents::default(),
+            successor: None,
         }
     }
 
@@ -334,13 +359,14 @@ impl Vmm {
     }
 
     fn call_now(&mut self, call: ApiCall) -> Next {
+        self.note_meters();
         let (request, responder) = call.into_parts();
         log::debug!("request {}", responder.name());
         match self.dispatch(request, responder).unwrap_or_else(|| self.act_on_guest()) {
             Next::Continue => {}
             other => return other,
         }
-        match self.pending_exit {
+        match self.exit_due() {
             Some((until, reason)) if until <= Instant::now() => Next::Exit(reason),
             _ => Next::Continue,
         }
@@ -354,6 +380,10 @@ impl Vmm {
             VmmRequest::VmmShutdown { force } => return Some(self.vmm_shutdown(force, responder)),
             VmmRequest::ReceiveMigration(data) => {
                 self.receive(&data, responder);
+                return None;
+            }
+            VmmRequest::MigrateCheck(data) => {
+                self.check_migration_for(&data, responder);
                 return None;
             }
             VmmRequest::MigrationCancel => {
@@ -415,6 +445,9 @@ impl Vmm {
             VmmRequest::Counters => {
                 self.machine_mut().map(|machine| ApiReply::Counters(describe::counters(machine)))
             }
+            // Of scrapes that have not waited for this thread there may be many.
+            VmmRequest::Metrics if responder.is_abandoned() => return None,
+            VmmRequest::Metrics => Ok(ApiReply::Metrics(Box::new(self.metrics()))),
             VmmRequest::PowerButton => empty(self.machine_mut().map(|machine| {
                 machine.press_power_button();
             })),
@@ -497,6 +530,7 @@ impl Vmm {
     }
 
     fn take_message(&mut self, message: Message) -> Next {
+        self.note_meters();
         match message {
             Message::Guest(number, event, at) => {
                 self.note_guest_event(number, event, at);
@@ -511,6 +545,7 @@ impl Vmm {
                 Next::Continue
             }
             Message::SendEnd(end) => self.send_ended(*end),
+            Message::CheckEnd(end) => self.check_ended(*end),
             Message::ReceiveEnd(end) => self.receive_ended(*end),
             Message::PagesComplete(result) => self.pages_complete(result),
             Message::Saved(end) => {

@@ -99,7 +99,7 @@ struct Adding {
 }
 
 impl Transition {
-    fn new(
+    pub(super) fn new(
         kind: TransitionKind,
         info: Box<VmInfo>,
         consoles: Consoles,

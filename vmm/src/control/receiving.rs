@@ -31,6 +31,7 @@ use crate::machine::{EventSink, Host, Machine};
 use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, DoubtObserver};
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
+use crate::preflight::HostCheck;
 use crate::sandbox::PathRule;
 
 /// Outcome of an incoming migration.
@@ -257,7 +258,13 @@ pub fn start(
         let confine = Box::new(move |config: &VmConfig| confiner.confine(config));
         let slot = Arc::new(Mutex::new(Some(responder)));
         let doubts = report_doubts(Arc::clone(&slot), inbox_sender.clone());
-        let builder = ArrivingBuilder::new(host, sink, faults, doubts);
+        let check = HostCheck {
+            host: Arc::clone(&host),
+            fds: fds.clone(),
+            memory: memory.clone(),
+            rules: rules.clone(),
+        };
+        let builder = ArrivingBuilder::new(host, sink, faults, doubts).checked_by(Arc::new(check));
         let builder = builder.within(rules).with_descriptors(fds).with_memory(memory);
         let builder = builder.confined_by(confine);
         let received = target

@@ -6,14 +6,17 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::inbox::Inbox;
+use super::successor::Successor;
 use super::{Next, Vmm};
-use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError};
+use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError, SocketFile};
 use crate::config::{RestoreConfig, VmConfig};
 use crate::events;
 use crate::machine::{Host, HostError};
@@ -30,6 +33,9 @@ pub enum RunError {
     /// The API socket cannot be set up.
     #[error("cannot serve the API")]
     Api(#[from] SocketError),
+    /// The socket of metrics cannot be set up.
+    #[error("cannot serve metrics")]
+    Metrics(#[source] SocketError),
     /// The event loop failed.
     #[error("cannot set up the event loop")]
     Loop(#[source] io::Error),
@@ -58,6 +64,7 @@ pub enum RunError {
 const API: u64 = 0;
 const INBOX: u64 = 1;
 const SIGNALS: u64 = 2;
+const STARTER: u64 = 3;
 
 fn watch(epoll: &Epoll, fd: i32, token: u64) -> Result<(), RunError> {
     epoll
@@ -84,16 +91,34 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
         Some(ApiSocket::Path(path)) => Some(path.clone()),
         _ => None,
     };
-    let listener = options.api_socket.map(ApiListener::bind).transpose()?;
-    if let Some(path) = &api_path {
-        panicking::note_socket(path);
-    }
+    let metrics_path = options.metrics;
+    let beside = |path: PathBuf| match &options.successor {
+        Some(successor) => successor.beside(&path),
+        None => path,
+    };
+    let api_socket = options.api_socket.map(|socket| match socket {
+        ApiSocket::Path(path) => ApiSocket::Path(beside(path)),
+        fd @ ApiSocket::Fd(_) => fd,
+    });
+    let listener = api_socket.map(ApiListener::bind).transpose()?;
+    let api_file = noted(listener.as_ref());
+    let metrics = metrics_path.clone().map(|path| ApiListener::bind(ApiSocket::Path(beside(path))));
+    let metrics = metrics.transpose().map_err(RunError::Metrics)?;
+    let metrics_file = noted(metrics.as_ref());
     let (inbox_sender, inbox) = Inbox::new().map_err(RunError::Loop)?;
     let mut vmm = Vmm::new(host, inbox_sender, options.no_shutdown, options.child_logging);
-    vmm.api_path = api_path;
+    vmm.api_path.clone_from(&api_path);
+    let of_api = api_file.clone().zip(api_path);
+    let of_metrics = metrics_file.clone().zip(metrics_path);
+    let sockets = of_api.into_iter().chain(of_metrics);
+    vmm.successor = options.successor.map(|args| Successor::new(args, sockets));
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
+    vmm.hub = Arc::clone(queue.hub());
+    vmm.watchers = queue.watchers().clone();
     let begun = vmm.begin(options.initial_vm, options.restore);
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
+    let scraped = metrics.map(|listener| ApiServer::start_metrics(listener, handle.clone()));
+    let scraped = scraped.transpose().map_err(RunError::Metrics)?;
     events::emit("vmm", "started", &[]);
     let result = match begun {
         Next::Continue => serve(&mut vmm, &queue, &inbox, signals),
@@ -108,16 +133,26 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
     log::debug!("releasing the VM and what belongs to it");
     drop(vmm);
     log::debug!("the VM is released");
-    if let Some(server) = server {
-        log::debug!("ending the HTTP server");
+    for (server, file) in [(server, api_file), (scraped, metrics_file)] {
+        let Some(server) = server else { continue };
+        log::debug!("ending an HTTP server");
         server.stop();
         log::debug!("the HTTP server has ended");
         // From now on another VMM may have the path.
-        panicking::forget_socket();
+        if let Some(file) = file {
+            panicking::forget_socket(&file.path());
+        }
     }
     events::emit("vmm", "shutdown", &[]);
     events::flush();
     result
+}
+
+/// The file of a socket, which is removed also after a panic.
+fn noted(listener: Option<&ApiListener>) -> Option<Arc<SocketFile>> {
+    let file = listener.and_then(ApiListener::file)?;
+    panicking::note_socket(&file.path());
+    Some(file)
 }
 
 impl Vmm {
@@ -142,7 +177,11 @@ fn serve(
     watch(&epoll, queue.event().as_raw_fd(), API)?;
     watch(&epoll, inbox.event().as_raw_fd(), INBOX)?;
     watch(&epoll, signals.as_raw_fd(), SIGNALS)?;
-    let mut ready = [EpollEvent::default(); 3];
+    let mut starter = vmm.starter().map_err(RunError::Loop)?;
+    if let Some(starter) = &starter {
+        watch(&epoll, starter.as_raw_fd(), STARTER)?;
+    }
+    let mut ready = [EpollEvent::default(); 4];
     loop {
         match epoll.wait(timeout_ms(vmm), &mut ready) {
             Ok(_) => {}
@@ -185,6 +224,20 @@ fn serve(
                 Next::Fail(error) => return Err(error),
             }
         }
+        if let Some(watched) = &starter {
+            match vmm.look_at_starter() {
+                Next::Continue => {}
+                Next::Exit(reason) => return Ok(reason),
+                Next::Fail(error) => return Err(error),
+            }
+            // Its socket is readable for good when it has ended.
+            if !vmm.awaits_starter() {
+                epoll
+                    .ctl(ControlOperation::Delete, watched.as_raw_fd(), EpollEvent::default())
+                    .map_err(RunError::Loop)?;
+                starter = None;
+            }
+        }
         // A reset that came too soon may be due now.
         match vmm.act_on_guest() {
             Next::Continue => {}
@@ -193,7 +246,7 @@ fn serve(
         }
         vmm.look_for_room();
         vmm.repeat_unread_events();
-        if let Some((until, reason)) = vmm.pending_exit
+        if let Some((until, reason)) = vmm.exit_due()
             && until <= Instant::now()
         {
             return Ok(reason);
@@ -209,7 +262,7 @@ fn serve(
 /// Timeout of the event loop's poll: until the last client has had its time, the next check for free space,
 /// an event that the guest has not read, a reset that came too soon, or the end of the process at the latest; else infinite.
 fn timeout_ms(vmm: &Vmm) -> i32 {
-    let pending_exit = vmm.pending_exit.map(|(until, _)| until);
+    let pending_exit = vmm.exit_due().map(|(until, _)| until);
     let ends = pending_exit.into_iter().chain(vmm.ends_at_latest(Instant::now()));
     let until = ends.chain(vmm.deferred.until()).chain(vmm.looks_for_room_at());
     let until = until.chain(vmm.repeats_events_at()).chain(vmm.resets_at()).min();

@@ -69,6 +69,8 @@ pub struct Sending {
     pub steering: Steering,
     /// How memory is transferred.
     pub mode: MemoryMode,
+    /// Nothing is sent: a migration is only checked.
+    pub is_check: bool,
     /// Requests to cancel it that wait for the result.
     pub cancellers: Vec<Responder>,
     /// Requests to delete the VM that gave up the pages being served, and wait until that is done.
@@ -183,7 +185,8 @@ pub fn start(
     });
     spawned.map(|_detached| {
         let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());
-        Sending { progress, cancel, steering, mode, cancellers, deleters, resumers }
+        let is_check = false;
+        Sending { progress, cancel, steering, mode, is_check, cancellers, deleters, resumers }
     })
 }
 

@@ -80,7 +80,7 @@ impl Work {
 }
 
 impl Busy {
-    fn new(work: Work, cancel: Cancel) -> Self {
+    pub(super) fn new(work: Work, cancel: Cancel) -> Self {
         let (end_requests, cancellers) = (Vec::new(), Vec::new());
         Self { work, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
@@ -184,6 +184,8 @@ impl Vmm {
             .and_then(|directory| {
                 self.refuse_while_memory_arrives("saved")?;
                 self.refuse_unmovable()?;
+                let short_enough = self.machine_mut()?.check_state_len();
+                short_enough.map_err(|e| ApiError::from_error(ApiErrorKind::Conflict, &e))?;
                 if !self.machine_mut()?.is_paused() {
                     let why = "the VM runs; pause it before it is saved";
                     return Err(ApiError::new(ApiErrorKind::NotBooted, why));

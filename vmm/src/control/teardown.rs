@@ -53,7 +53,7 @@ pub struct Teardown {
     pub info: Box<VmInfo>,
     /// Its consoles, whose terminals are restored if the process ends during the teardown.
     pub consoles: Consoles,
-    after: AfterTeardown,
+    pub(super) after: AfterTeardown,
 }
 
 impl AfterTeardown {
@@ -112,7 +112,7 @@ impl Vmm {
         let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
         let (dma, pool) = (machine.keep_dma(), machine.keep_pool());
-        let kept = Box::new(KeptForReboot { disks, files, ram, dma, pool });
+        let kept = Box::new(KeptForReboot { is_reboot: true, disks, files, ram, dma, pool });
         self.tear_down_with(AfterTeardown::Reboot { config, consoles, kept, responder }, going)
     }
 

@@ -17,6 +17,7 @@ impl VmLifecycle {
             Self::Busy(busy) => busy.name(),
             Self::Transitioning(transition) => transition.kind.doing()?,
             Self::TearingDown(_) => "ended",
+            Self::Migrating { sending, .. } if sending.is_check => "checked for a migration",
             Self::Migrating { .. } => "migrated",
             _ => return None,
         };
@@ -28,6 +29,11 @@ impl VmLifecycle {
         match self {
             Self::None | Self::Live(_) => ApiError::not_created(),
             Self::Created(_) => ApiError::not_booted(),
+            Self::Migrating { sending, .. } if sending.is_check => ApiError::new(
+                ApiErrorKind::Conflict,
+                "a migration of the VM is being checked; wait until that is over, or cancel it with \
+                 vm.migration-cancel",
+            ),
             Self::Migrating { .. } => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM is being migrated; wait until that is over, or cancel it with \

@@ -123,6 +123,18 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ),
     (
         "vm",
+        "passthrough-withheld",
+        "mapping memory takes longer than was forecast, and a passed-through device that the guest has not seen is \
+         withheld until it is done (id, expected_ms)",
+    ),
+    (
+        "vm",
+        "passthrough-wait",
+        "mapping memory takes longer than was forecast, and the driver of a passed-through device that the guest has \
+         seen may wait for it (id, expected_ms)",
+    ),
+    (
+        "vm",
         "passthrough-failed",
         "guest memory cannot be mapped for passed-through devices (error: why)",
     ),

@@ -163,6 +163,39 @@ impl<'a> Payload<'a> {
     }
 }
 
+/// The same with its files open.
+struct OpenPayload<'a> {
+    payload: Payload<'a>,
+    kernel: File,
+    initramfs: Option<File>,
+}
+
+impl<'a> OpenPayload<'a> {
+    fn of(config: &'a PayloadConfig) -> Result<Self, MachineBootError> {
+        let payload = Payload::of(config)?;
+        let kernel = open(payload.what, payload.path)?;
+        let initramfs = payload.initramfs.map(|path| open("initramfs", path)).transpose()?;
+        Ok(Self { payload, kernel, initramfs })
+    }
+
+    /// Loads them, with what the kernel finds in memory at its entry.
+    fn load(&mut self, ram: &GuestRam, rsdp_gpa: u64) -> Result<BootEntry, MachineBootError> {
+        let later: Vec<GpaRange> = ram::hotplug_regions(ram)
+            .map(|region| GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() })
+            .collect();
+        let spec = BootSpec {
+            cmdline: self.payload.cmdline,
+            rsdp_gpa,
+            reserved: &[],
+            later: &later,
+            ram_is_zero: ram.starts_zero(),
+        };
+        let memory = ram.guest_memory();
+        arch::load_kernel(&memory.memory(), &mut self.kernel, self.initramfs.as_mut(), &spec)
+            .map_err(|source| MachineBootError::Load { files: self.payload.files(), source })
+    }
+}
+
 fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
     let Some(platform) = platform else { return SmbiosInputs::default() };
     SmbiosInputs {
@@ -222,12 +255,7 @@ pub fn registers_of(config: &VmConfig, ram: &GuestRam, segments: &Segments) -> P
 /// Names the file or table.
 pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
     let LoadInput { ram, config, registers, topology, segments, place, iommu, has_serial } = input;
-    let payload = Payload::of(&config.payload)?;
-    let mut kernel = open(payload.what, payload.path)?;
-    let mut initramfs = match payload.initramfs {
-        Some(path) => Some(open("initramfs", path)?),
-        None => None,
-    };
+    let mut payload = OpenPayload::of(&config.payload)?;
     let apic_ids = (0..config.cpus.max_vcpus).map(|index| topology.apic_id(index));
     let mut inputs = AcpiInputs::new(apic_ids, segments);
     for (index, cpu) in (0_u32..).zip(&mut inputs.cpus) {
@@ -255,18 +283,15 @@ pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
     let rsdp_gpa = acpi::write_tables(memory, &inputs).map_err(MachineBootError::Acpi)?;
     smbios::write_tables(memory, &smbios_inputs(config.platform.as_ref()))
         .map_err(MachineBootError::Smbios)?;
-    let later: Vec<GpaRange> = ram::hotplug_regions(ram)
-        .map(|region| GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() })
-        .collect();
-    let spec = BootSpec {
-        cmdline: payload.cmdline,
-        rsdp_gpa,
-        reserved: &[],
-        later: &later,
-        ram_is_zero: ram.starts_zero(),
-    };
-    arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
-        .map_err(|source| MachineBootError::Load { files: payload.files(), source })
+    payload.load(ram, rsdp_gpa)
+}
+
+/// Whether the payload could be loaded into memory like `ram`, which it is.
+///
+/// # Errors
+/// As [`load`], but for tables.
+pub fn check_payload(config: &PayloadConfig, ram: &GuestRam) -> Result<(), MachineBootError> {
+    OpenPayload::of(config)?.load(ram, 0).map(drop)
 }
 
 /// Initial state of a vCPU; without `registers` it waits for the guest to start it.

@@ -46,7 +46,8 @@ pub fn isolate(
     mode: CoreSchedulingMode,
     added: u32,
 ) -> Result<(), CoreSchedulingError> {
-    let threads: Vec<_> = vcpus.thread_ids().into_iter().filter_map(Pid::from_raw).collect();
+    let ids = vcpus.thread_ids().into_iter();
+    let threads: Vec<_> = ids.filter_map(|(_, id)| Pid::from_raw(id)).collect();
     give_cookies(mode, &threads, usize::try_from(added).unwrap_or(usize::MAX))
 }
 

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use arch::cpuid::CpuidTooLong;
+use arch::cpuid::{BelowBaseline, CpuidTooLong};
 use devices::bus::BusError;
 use devices::tpm::TpmError;
 use devices::virtio::StateError;
@@ -33,6 +33,7 @@ use super::vdpas::VdpaNotMovable;
 use super::vhost_users::{NotMovable, StateNotGiven};
 use super::virtio::{HotAddError, VirtioError};
 use super::write_back::WriteBackError;
+use crate::config::cpu_baseline::BaselineError;
 
 /// Why a machine cannot be created, run, paused, saved or restored.
 #[derive(Debug, Error)]
@@ -40,6 +41,12 @@ pub enum MachineError {
     /// Guest memory cannot be set up.
     #[error("cannot set up guest memory")]
     Ram(#[from] MachineRamError),
+    /// The CPU baseline is none.
+    #[error("cannot limit the vCPUs to the CPU baseline")]
+    Baseline(#[from] BaselineError),
+    /// The host lacks features of the CPU baseline.
+    #[error("this host is below the CPU baseline")]
+    BelowBaseline(#[source] BelowBaseline),
     /// The vCPUs cannot be kept apart from others on their cores.
     #[error("cannot start the vCPUs")]
     CoreScheduling(#[from] CoreSchedulingError),

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use devices::legacy::PowerEvents;
 use hypervisor::StopReason;
@@ -40,6 +41,11 @@ pub enum GuestEvent {
     /// A passed-through device that the guest does not see yet is open or cannot be opened, can be announced, or has to
     /// be removed.
     WithheldDevice,
+    /// Memory will be mapped for passed-through devices for longer than was forecast when the guest was to see them.
+    LongMapping {
+        /// How long from now on.
+        left: Duration,
+    },
     /// A request of the guest waits for free space on the host.
     DiskFull {
         /// Id of the disk.

@@ -122,6 +122,8 @@ fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
 /// What is kept while a machine is replaced on a reboot, so that no other VM takes it in between.
 #[derive(Default)]
 pub struct KeptForReboot {
+    /// Whether there was a machine before, whose guest boots again.
+    pub is_reboot: bool,
     /// Images of the disks.
     pub disks: LockedImages,
     /// Files of the memory.

@@ -11,7 +11,8 @@ use hypervisor::{FaultAction, FaultedAccess, FaultedAt, MsrValue};
 
 use super::{Machine, MachineError};
 
-/// Guest RAM whose missing pages are fetched by the faulting vCPUs. Called on the vCPU threads.
+/// Guest RAM whose missing pages are fetched by the faulting vCPUs. Called on the vCPU threads, but for
+/// [`kicked`](Self::kicked).
 pub trait MissingPages: Send + Sync {
     /// Where the calling vCPU's access was refused, when KVM does not report it.
     fn faulted_at(&self) -> Option<FaultedAt>;
@@ -19,6 +20,10 @@ pub trait MissingPages: Send + Sync {
     /// Resolves the refused access of the vCPU with this number; returns when the page is resident, or when
     /// the thread was kicked.
     fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction;
+
+    /// The vCPU with this number is kicked: its thread is to return from [`resolve`](Self::resolve), or from the
+    /// next call of it at once. Called on other threads.
+    fn kicked(&self, vcpu: u32);
 
     /// Reads RAM that KVM could not read for an instruction that it emulates, and so reported as MMIO.
     /// Waits for the page; false if the address belongs to a device.
@@ -29,11 +34,9 @@ pub trait MissingPages: Send + Sync {
 }
 
 impl Machine {
-    /// Size of a table indexed by vCPU number: the highest number plus one.
-    pub fn vcpu_numbers(&self) -> usize {
-        let numbers = (0..self.config.cpus.boot_vcpus)
-            .map(|index| self.parts.topology.apic_id(index) as usize + 1);
-        numbers.max().unwrap_or(0)
+    /// The numbers of the vCPUs.
+    pub fn vcpu_numbers(&self) -> impl Iterator<Item = usize> {
+        (0..self.config.cpus.boot_vcpus).map(|index| self.parts.topology.apic_id(index) as usize)
     }
 
     /// Keeps MSRs that were left out of the vCPU state, by the index of the vCPU, for

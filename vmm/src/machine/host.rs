@@ -7,12 +7,16 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, NoHyperv, OpenError};
+use arch::cpuid::{Baseline, phys_bits};
+use hypervisor::{
+    Capabilities, CpuidEntry, FaultTracer, FaultTrialError, Hypervisor, KvmError, MsrValue,
+    NoHyperv, OpenError,
+};
 use kvm_bindings::CpuId;
 use thiserror::Error;
 
 use super::passthrough::LeftOpenings;
-use super::{MachineError, boot, features};
+use super::{MachineError, baseline, boot, features};
 use crate::config::VmConfig;
 use crate::config::cpus::CpusConfig;
 
@@ -51,19 +55,53 @@ impl Host {
         self.hypervisor.capabilities()
     }
 
-    /// The supported CPUID, from which that of a machine is chosen. For AMX this requests permission from
+    /// Tries in a VM of its own whether an access that the host refuses a vCPU is reported with its address.
+    ///
+    /// # Errors
+    /// It is not, or it cannot be tried.
+    pub fn try_refused_access(&self, tracer: Option<&FaultTracer>) -> Result<(), FaultTrialError> {
+        hypervisor::try_refused_access(&self.hypervisor, tracer)
+    }
+
+    /// The CPUID that the vCPUs of a machine would be shown, had they a TSC of the host's frequency.
+    ///
+    /// # Errors
+    /// The host has no such vCPUs.
+    pub fn would_show(&self, config: &VmConfig) -> Result<Vec<CpuidEntry>, MachineError> {
+        let topology = boot::topology(&config.cpus)?;
+        let supported = self.supported(&config.cpus)?;
+        baseline::check_for_boot(self, &config.cpus)?;
+        Ok(features::shown(&boot::vm_cpuid(&supported, config, topology, None)))
+    }
+
+    /// Address bits of a machine's processors.
+    pub(super) fn phys_bits(&self, config: &CpusConfig) -> u8 {
+        phys_bits(&self.cpuid, baseline::phys_bits_max(config))
+    }
+
+    /// The supported CPUID, from which that of a machine is chosen, without what its CPU baseline lacks. For AMX this requests permission from
     /// the kernel, which has to happen before the first vCPU of the process is created.
     ///
     /// # Errors
-    /// AMX or Hyper-V is configured and not available.
+    /// AMX or Hyper-V is configured and not available, or the baseline has what this host lacks.
     pub(super) fn supported(&self, config: &CpusConfig) -> Result<Cow<'_, CpuId>, MachineError> {
         if config.kvm_hyperv && !self.capabilities().hyperv {
             return Err(NoHyperv.into());
         }
-        if config.features.amx {
-            return Ok(Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?));
-        }
-        Ok(Cow::Borrowed(&self.cpuid))
+        let all = if config.features.amx {
+            Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?)
+        } else {
+            Cow::Borrowed(&self.cpuid)
+        };
+        baseline::limited(self, all, config)
+    }
+
+    /// What this host has, as a baseline of CPUs.
+    ///
+    /// # Errors
+    /// KVM does not say it.
+    pub fn baseline(&self) -> Result<Baseline, KvmError> {
+        baseline::of_host(self, &self.cpuid)
     }
 
     /// Whether a guest with this configuration that was shown this CPUID can continue on this host.

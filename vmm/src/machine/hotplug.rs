@@ -9,6 +9,7 @@
 //! where it runs then.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use arch::acpi::RegisterPlace;
 use devices::Snapshot as _;
@@ -217,6 +218,11 @@ impl Machine {
     /// Whether the guest does not see a device yet.
     pub fn withholds_devices(&self) -> bool {
         self.parts.passthrough.withholds_any()
+    }
+
+    /// Withholds the devices that the guest has not seen, as memory will be mapped for so long.
+    pub fn withhold_unseen(&mut self, left: Duration) {
+        self.parts.passthrough.withhold_unseen(&self.parts.segments, left);
     }
 
     /// The devices that the guest does not see yet.

@@ -13,13 +13,12 @@ use devices::virtio::vhost_user::WriteLog;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
-use vfio::DmaLog;
-use vfio::{PinProgress, VfioPciDevice};
+use vfio::{DmaLog, PinProgress, VfioPciDevice};
 
 use super::memory_hotplug::MemoryHotplug;
 use super::prefault::{Background, PrefaultStatus};
 use super::ram;
-use super::{Machine, ResizeBalloonError};
+use super::{Machine, MachineError, ResizeBalloonError, user_devices, vdpas, vhost_users};
 
 /// One PCI function, for `vm.info`.
 pub struct FunctionInfo {
@@ -184,6 +183,23 @@ impl Machine {
     /// Estimated length in bytes of the hardware state of the passed-through devices.
     pub fn hardware_state_len_bytes(&self) -> u64 {
         self.parts.passthrough.state_len_bytes()
+    }
+
+    /// Everything that keeps the machine from being migrated: all that [`check_movable`](Self::check_movable) refuses, which
+    /// names the first.
+    pub fn refusals(&self) -> Vec<MachineError> {
+        let Self { parts, config, .. } = self;
+        let checked = [
+            parts.devices.check_disks().map_err(MachineError::from),
+            self.check_room().map_err(MachineError::from),
+            vhost_users::check_movable(config).map_err(MachineError::from),
+            vdpas::check_movable(config).map_err(MachineError::from),
+            user_devices::check_movable(config).map_err(MachineError::from),
+            parts.devices.check_back_ends().map_err(MachineError::from),
+            parts.devices.check_movable().map_err(MachineError::from),
+            parts.passthrough.check_movable(config).map_err(MachineError::from),
+        ];
+        checked.into_iter().filter_map(Result::err).collect()
     }
 
     /// Whether devices access guest memory that cannot wait for a page which is still to arrive: passed-through ones, and

@@ -14,6 +14,7 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `ahead` | the rules of a start, asked without one |
 //! | `parts` | all of a machine but its vCPUs, wired together |
 //! | `error` | why a machine cannot be made, run, stopped, saved or restored |
 //! | `ram` | guest RAM: from options to memory slots |
@@ -40,9 +41,12 @@
 //! | `saving`, `state` | its state, and the format of that |
 //! | `events` | guest events that the VMM must act on |
 //! | `inspect` | counters and requests to a running machine |
+//! | `meters` | handles to its counters, for when another thread owns it |
 
 mod affinity;
+pub mod ahead;
 mod balloons;
+mod baseline;
 mod boot;
 mod boot_devices;
 mod consoles;
@@ -66,6 +70,7 @@ mod legacy;
 mod limits;
 mod memory_hotplug;
 mod mems;
+mod meters;
 mod nets;
 mod numa;
 mod opening;
@@ -97,7 +102,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{VmCpuid, phys_bits};
+use arch::cpuid::VmCpuid;
 use devices::virtio::block::DiskLock;
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
@@ -122,11 +127,12 @@ pub use hotplug::RemoveError;
 pub use inspect::{FunctionInfo, SeenDevice, StoppedMemoryWork};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
-pub use passthrough::{PassthroughError, WaitsFor, WithheldStatus};
+pub use meters::MachineMeters;
+pub use passthrough::{DeviceStateReader, PassthroughError, StateApart, WaitsFor, WithheldStatus};
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use queued::has_free_buffers;
-pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
+pub use ram::{MachineRamError, later_id as later_memory_id, prefault_modes, slots_in};
 #[cfg(test)]
 pub use ram::{layout_for, make_arriving};
 pub use segments::device_window_gpa;
@@ -241,8 +247,21 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let BootWatch { prefault: boot_prefault, cancel } = *watch;
         disks::detect_formats(&mut config).map_err(VirtioError::from)?;
+        if let Some(baseline) = &mut config.cpus.baseline {
+            baseline.load()?;
+        }
+        // First: what the host lacks is not to be found after all memory has been populated.
+        let supported = host.supported(&config.cpus)?;
+        match baseline::check_for_boot(host, &config.cpus) {
+            // It may have moved here since it booted for the first time, and would be lost.
+            Err(MachineError::BelowBaseline(below)) if kept.is_reboot => log::warn!(
+                "this host has weaknesses of which the VM's CPU baseline does not tell: {below}; the guest boots again all the \
+                 same, and does not mitigate them"
+            ),
+            checked => checked?,
+        }
         passthrough::choose_high_hole(&mut config);
-        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let bits = host.phys_bits(&config.cpus);
         segments::keep_address_bits(&mut config, bits);
         // Those of an earlier boot: what was added or removed since may have changed them.
         config.pci_numbers = None;
@@ -278,7 +297,6 @@ impl Machine {
             cancel,
         };
         let build = BuildInput { ram, open, images };
-        let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.devices.settle_pmems(&mut config);
         config.pci_numbers = parts.kept_numbers();
@@ -306,6 +324,7 @@ impl Machine {
             vcpu.init(&boot::vcpu_init(cpuid, registers))
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
+        baseline::set_msrs(&vcpus, &cpuid, &config.cpus)?;
         let discarding = parts.devices.discarding_devices();
         parts.passthrough.check_limits(&parts.ram, &discarding)?;
         parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
@@ -344,11 +363,8 @@ impl Machine {
         };
         // Not before the guest runs: starting threads takes time, and takes from what it may have of them.
         passthrough.populate_early(&self.config.memory, &self.parts.ram, true);
-        let background = self.prefault.as_ref();
-        let populated_bytes =
-            || background.map_or(0, |prefault| prefault.status().progress.done_bytes);
         let discarding = self.parts.devices.discarding_devices();
-        let mut start = DeviceStart::new(discarding, &populated_bytes, cancel);
+        let mut start = DeviceStart::new(discarding, cancel);
         passthrough.receive_opened(&context, &mut start, Some(late_at))?;
         passthrough.withhold_late(segments);
         passthrough.put_on_bus(segments, &start)?;
@@ -430,7 +446,7 @@ impl Machine {
         vdpas::check_movable(config)?;
         user_devices::check_movable(config)?;
         pmems::check_movable(config)?;
-        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let bits = host.phys_bits(&config.cpus);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
         Ok(ram::make_arriving(&config.memory, ram::layout_for(config, bits), origin)?)
@@ -528,14 +544,15 @@ impl Machine {
     /// # Errors
     /// Names the devices that cannot be migrated, or the disk that is full or of which a flush has failed.
     pub fn check_movable(&self) -> Result<(), MachineError> {
-        self.parts.devices.check_disks()?;
-        self.check_room()?;
-        vhost_users::check_movable(&self.config)?;
-        vdpas::check_movable(&self.config)?;
-        user_devices::check_movable(&self.config)?;
-        self.parts.devices.check_back_ends()?;
-        self.parts.devices.check_movable()?;
-        Ok(self.parts.passthrough.check_movable(&self.config)?)
+        self.refusals().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// Whether the hardware states of devices are short enough to be kept with the other state.
+    ///
+    /// # Errors
+    /// Names the devices, with their lengths.
+    pub fn check_state_len(&self) -> Result<(), MachineError> {
+        Ok(self.parts.passthrough.check_state_len(&self.config)?)
     }
 
     /// Resumes the guest, with all image locks and taps: those that are not held are taken first.

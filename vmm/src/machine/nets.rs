@@ -88,6 +88,18 @@ impl NetHandle {
     }
 }
 
+/// The configuration of its tap.
+pub(super) fn tap_config(config: &NetConfig) -> TapConfig {
+    TapConfig {
+        name: config.tap.clone(),
+        ip: config.ip,
+        mask: config.mask,
+        host_mac: config.host_mac.map(|mac| MacAddress(mac.bytes())),
+        mtu: config.mtu,
+        queue_pairs: config.num_queues / 2,
+    }
+}
+
 /// Creates a device; its tap is opened later.
 ///
 /// # Errors
@@ -109,14 +121,7 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
     let (bandwidth, ops) = limits::buckets(config.rate_limiter_config.as_ref());
     let net = Net::new(DeviceConfig {
         id: id.clone(),
-        tap: TapConfig {
-            name: config.tap.clone(),
-            ip: config.ip,
-            mask: config.mask,
-            host_mac: config.host_mac.map(|mac| MacAddress(mac.bytes())),
-            mtu: config.mtu,
-            queue_pairs: config.num_queues / 2,
-        },
+        tap: tap_config(config),
         fds,
         mac: config.mac.map(|mac| MacAddress(mac.bytes())),
         queue_size: config.queue_size,

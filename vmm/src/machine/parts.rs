@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use arch::cpuid::{CpuTopology, VmCpuid, phys_bits};
+use arch::cpuid::{CpuTopology, VmCpuid};
 use arch::layout;
 use devices::virtio::ActivationThread;
 use hypervisor::{KvmError, Vcpu, Vm};
@@ -78,7 +78,7 @@ impl MachineParts {
         sink: EventSink,
         BuildInput { ram, open, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
-        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let bits = host.phys_bits(&config.cpus);
         let platform = config.machine_platform();
         let vm = Vm::create_with_memory(
             &host.hypervisor,

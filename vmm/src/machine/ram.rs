@@ -203,7 +203,7 @@ pub fn zones_of_one_pool(
 }
 
 /// All zones, the hot-plugged ones last.
-fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
+pub(super) fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
     let zones = zones(config);
     let mut specs =
         zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;

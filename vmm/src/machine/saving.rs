@@ -11,8 +11,11 @@ use std::time::{Duration, Instant};
 
 use hypervisor::{ClockPolicy, TimeBase, VcpuState};
 use pci::{Bdf, PciDevice};
+use vfio::StateWriter;
+use vfio::migration::Hardware;
 
 use super::memory_hotplug::MemoryHotplug;
+use super::passthrough::{DeviceStateReader, StateApart};
 use super::{
     MACHINE_STATE_VERSION, Machine, MachineError, MachineState, PciFunctionState, features,
 };
@@ -24,6 +27,14 @@ impl Machine {
     /// Names the vCPU or device, or the disk that is full: its waiting requests are in no state. Nor is it known which
     /// requests of its rings a back end that was lost meanwhile has taken.
     pub fn save(&self) -> Result<MachineState, MachineError> {
+        self.save_beside(&BTreeMap::new())
+    }
+
+    /// The same without the hardware states of these devices, which were read already and have these lengths.
+    ///
+    /// # Errors
+    /// As [`Self::save`].
+    pub fn save_beside(&self, apart: &BTreeMap<&str, u64>) -> Result<MachineState, MachineError> {
         self.check_room()?;
         self.parts.devices.check_back_ends()?;
         // Also those that were added since the pause, and run.
@@ -36,10 +47,15 @@ impl Machine {
         }
         self.parts.devices.fetch_states()?;
         let mut pci = BTreeMap::new();
+        let passed = self.parts.passthrough.devices();
         for (bdf, function) in self.pci_functions() {
-            let state = function
-                .save()
-                .inspect_err(|error| self.parts.passthrough.report_if_lost(bdf, error))?;
+            let beside = passed.iter().find(|(at, _)| *at == bdf).map(|(_, device)| device);
+            let saved = match beside.zip(apart.get(function.id())) {
+                Some((device, len_bytes)) => device.save_beside(*len_bytes),
+                None => function.save(),
+            };
+            let state =
+                saved.inspect_err(|error| self.parts.passthrough.report_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         let mut legacy = self.parts.legacy.save();
@@ -60,6 +76,33 @@ impl Machine {
         };
         state.version = state.needed_version();
         Ok(state)
+    }
+
+    /// The passed-through devices, whose hardware states are to be sent as bytes.
+    ///
+    /// # Errors
+    /// Names those whose state is too long for that.
+    pub fn states_apart(&self) -> Result<Vec<StateApart>, MachineError> {
+        Ok(self.parts.passthrough.states_apart()?)
+    }
+
+    /// Begins to read the hardware states of these devices. The machine must be paused.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub fn read_states(&self, ids: &[String]) -> Result<Vec<DeviceStateReader>, MachineError> {
+        self.parts.passthrough.read_states(ids)
+    }
+
+    /// Begins to write states of this hardware into the devices with these ids, which a restore completes.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub fn write_states(
+        &self,
+        states: &[(&str, Hardware)],
+    ) -> Result<Vec<StateWriter>, MachineError> {
+        self.parts.passthrough.write_states(states)
     }
 
     /// Waits, while the guest runs, for what would hold up [`Self::save`].

@@ -332,6 +332,11 @@ impl Segments {
         }
     }
 
+    /// See [`PciSegment::hide_unseen`].
+    pub fn hide_unseen(&self, bdf: Bdf) -> bool {
+        self.slot(bdf).is_some_and(|(segment, number)| segment.hide_unseen(number))
+    }
+
     /// See [`PciSegment::deliver`].
     ///
     /// # Errors

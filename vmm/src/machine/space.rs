@@ -214,6 +214,12 @@ impl ExitHandler for Exits {
         self.space.missing.get().and_then(|pages| pages.faulted_at())
     }
 
+    fn kicked(&self, vcpu_index: u32) {
+        if let Some(pages) = self.space.missing.get() {
+            pages.kicked(vcpu_index);
+        }
+    }
+
     fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
         let missing = self.space.missing.get();
         let action = missing.map_or(FaultAction::Stop, |pages| pages.resolve(vcpu_index, access));

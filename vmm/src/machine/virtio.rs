@@ -432,6 +432,11 @@ impl VirtioDevices {
         &self.mems
     }
 
+    /// The devices' counters, which outlive them.
+    pub fn counter_handles(&self) -> Vec<(String, Arc<dyn Counters>)> {
+        self.counters.clone()
+    }
+
     /// Counters by device and name.
     pub fn counters(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
         let count = |counters: &Arc<dyn Counters>| {

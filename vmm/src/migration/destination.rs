@@ -13,7 +13,9 @@ use memory::InitialContents;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
-use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+use vm_migration::vm::{
+    ArrivalCheck, BlobInfo, BlobSink, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine,
+};
 use vm_migration::{MemoryMode, VmError};
 
 use super::adopted_arrival::{AdoptedArrival, Started};
@@ -21,7 +23,7 @@ use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::memory::MigratingRam;
 use super::resident::{self, KvmLimits};
-use super::{grants, updates};
+use super::{blobs, grants, updates};
 use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState, features};
@@ -41,6 +43,7 @@ pub struct ArrivingBuilder {
     fds: ArrivingFds,
     memory: MemoryUpdates,
     confine: ConfineArrival,
+    check: Option<Arc<dyn ArrivalCheck>>,
 }
 
 /// Confines the process to the paths of a VM, if it is to be.
@@ -65,7 +68,14 @@ impl ArrivingBuilder {
             fds,
             memory: MemoryUpdates::default(),
             confine,
+            check: None,
         }
+    }
+
+    /// The same builder, with what answers sources that only ask.
+    #[must_use]
+    pub fn checked_by(self, check: Arc<dyn ArrivalCheck>) -> Self {
+        Self { check: Some(check), ..self }
     }
 
     /// The same builder, restricted to configurations that the rules allow, if there are any.
@@ -93,24 +103,43 @@ impl ArrivingBuilder {
     }
 }
 
+/// The configuration with what a request says of this host.
+///
+/// # Errors
+/// What of it is not valid here.
+pub fn complete(
+    fds: &ArrivingFds,
+    memory: &MemoryUpdates,
+    mut config: VmConfig,
+) -> Result<VmConfig, VmError> {
+    fds.place(&mut config)?;
+    updates::change_memory(&mut config, memory)?;
+    Ok(config.complete_begun()?)
+}
+
+/// What `check` says of the rules and what the configuration names. A pool that the request for this migration names is
+/// not the source's choice.
+pub fn check_grants<T>(
+    rules: Option<&[Grant]>,
+    memory: &MemoryUpdates,
+    config: &VmConfig,
+    check: fn(Option<&[Grant]>, &VmConfig) -> T,
+) -> T {
+    if memory.pool.is_none() || rules.is_none() {
+        return check(rules, config);
+    }
+    let mut named = config.clone();
+    updates::name_pool(&mut named, None);
+    check(rules, &named)
+}
+
 impl ArrivingBuilder {
-    /// The configuration with what the request says of this host.
-    fn complete(&self, mut config: VmConfig) -> Result<VmConfig, VmError> {
-        self.fds.place(&mut config)?;
-        updates::change_memory(&mut config, &self.memory)?;
-        Ok(config.complete_begun()?)
+    fn complete(&self, config: VmConfig) -> Result<VmConfig, VmError> {
+        complete(&self.fds, &self.memory, config)
     }
 
-    /// Whether the rules allow what the configuration names. A pool that the request for this migration names is not
-    /// the source's choice.
     fn check_grants(&self, config: &VmConfig) -> Result<(), VmError> {
-        let rules = self.rules.as_deref();
-        if self.memory.pool.is_none() || rules.is_none() {
-            return Ok(grants::check(rules, config)?);
-        }
-        let mut named = config.clone();
-        updates::name_pool(&mut named, None);
-        Ok(grants::check(rules, &named)?)
+        Ok(check_grants(self.rules.as_deref(), &self.memory, config, grants::check)?)
     }
 }
 
@@ -157,6 +186,10 @@ impl DestinationBuilder for ArrivingBuilder {
 
     fn formats(&self) -> Formats {
         KNOWN
+    }
+
+    fn check(&self) -> Option<Arc<dyn ArrivalCheck>> {
+        self.check.clone()
     }
 
     fn map_memory(
@@ -244,6 +277,10 @@ impl DestinationVm for ArrivingMachine {
     type Memory = MigratingRam;
     type Running = Machine;
 
+    fn vcpus(&self) -> u32 {
+        self.machine.config().cpus.boot_vcpus
+    }
+
     fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
         if self.machine.needs_all_pages() {
             return Err(DmaToMissingPages.into());
@@ -256,6 +293,10 @@ impl DestinationVm for ArrivingMachine {
 
     fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         Ok(self.machine.await_ready(is_cancelled)?)
+    }
+
+    fn open_blobs(&mut self, blobs: &[BlobInfo]) -> Result<Vec<Box<dyn BlobSink>>, VmError> {
+        blobs::sinks(&self.machine, blobs)
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {

@@ -200,6 +200,10 @@ impl DirtyLog for MachineDirtyLog {
 }
 
 #[cfg(test)]
+#[path = "dirty_tests.rs"]
+mod merged_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

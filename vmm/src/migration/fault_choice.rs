@@ -5,7 +5,7 @@
 //! Owns the rule, a function of what is known of host, memory and guest, and the message that says why no
 //! better source is used. Must never query the host, and never fail: `uffd`, where vCPUs wait, always works.
 
-use hypervisor::CpuidEntry;
+use hypervisor::{CpuidEntry, UserfaultSupport};
 use thiserror::Error;
 
 /// CPUID leaf and bit of ECX for VMX.
@@ -30,6 +30,25 @@ pub struct HostAndGuest {
     pub may_nest: bool,
     /// The guest is shown Hyper-V.
     pub has_hyperv: bool,
+}
+
+impl HostAndGuest {
+    /// What is known of a host by its KVM, before memory and guest are: the best of them is assumed.
+    pub fn of_host(
+        patched: Option<UserfaultSupport>,
+        shadow_paging: bool,
+        expects_postcopy: bool,
+    ) -> Self {
+        Self {
+            has_bitmap: patched.is_some_and(|support| support.slot_flag.is_some()),
+            says_where: patched.is_some_and(|support| support.refused_faults),
+            shadow_paging,
+            shared_memory: true,
+            expects_postcopy,
+            may_nest: false,
+            has_hyperv: false,
+        }
+    }
 }
 
 /// The chosen fault source.

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hypervisor::{
-    CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, MemslotError,
-    UserfaultBitmap, Vm,
+    CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultTrialError, FaultedAccess,
+    FaultedAt, MemslotError, UserfaultBitmap, Vm,
 };
 use memory::{AccessError, GuestRam, ZoneKind};
 use parking_lot::RwLock;
@@ -54,6 +54,9 @@ pub enum FaultPlanError {
     /// KVM reports no address, and the process may not trace.
     #[error("fault_source=sigbus cannot be used here; use fault_source=uffd")]
     Trace(#[from] FaultTraceError),
+    /// A refused access that was tried did not come out as it has to.
+    #[error("fault_source=sigbus cannot be relied on here; use fault_source=uffd")]
+    Trial(#[from] FaultTrialError),
 }
 
 /// Why a fault source could not be set up.
@@ -106,7 +109,7 @@ pub struct Undecided {
 
 impl FaultPlan {
     /// The plan for the configured `choice` on this host; `mode` is the migration mode that the request
-    /// announces.
+    /// announces. That accesses can be refused is tried before it is relied on.
     ///
     /// # Errors
     /// Names what is missing and how to provide it. Never with `auto` and `uffd`.
@@ -116,13 +119,11 @@ impl FaultPlan {
         host: &Host,
     ) -> Result<Self, FaultPlanError> {
         let capabilities = host.capabilities();
-        let patched = capabilities.userfault;
-        let has_bitmap = patched.is_some_and(|support| support.slot_flag.is_some());
-        let says_where = patched.is_some_and(|support| support.refused_faults);
-        let kvm_limits = KvmLimits {
-            shadow_paging: capabilities.uses_shadow_paging(),
-            async_page_faults: !says_where,
-        };
+        let shadow_paging = capabilities.uses_shadow_paging();
+        let expects_postcopy = mode != MemoryMode::Precopy;
+        let known = HostAndGuest::of_host(capabilities.userfault, shadow_paging, expects_postcopy);
+        let HostAndGuest { has_bitmap, says_where, .. } = known;
+        let kvm_limits = KvmLimits { shadow_paging, async_page_faults: !says_where };
         Ok(match choice {
             FaultSourceChoice::Uffd => Self::Wait,
             FaultSourceChoice::Exit if has_bitmap => Self::Mark,
@@ -130,18 +131,17 @@ impl FaultPlan {
             FaultSourceChoice::Sigbus => {
                 let tracer =
                     if says_where { None } else { Some(FaultTracer::start(capabilities)?) };
+                host.try_refused_access(tracer.as_ref())?;
                 Self::Refuse(tracer, kvm_limits)
             }
             FaultSourceChoice::Auto => {
-                let known = HostAndGuest {
-                    has_bitmap,
-                    shadow_paging: kvm_limits.shadow_paging,
-                    says_where,
-                    shared_memory: true,
-                    expects_postcopy: mode != MemoryMode::Precopy,
-                    may_nest: false,
-                    has_hyperv: false,
-                };
+                let mut known = known;
+                if matches!(choose(known), Choice::Sigbus)
+                    && let Err(error) = host.try_refused_access(None)
+                {
+                    log::warn!("{}", error_text::chain(&error));
+                    known.says_where = false;
+                }
                 Self::Auto(Undecided { known, kvm_limits })
             }
         })
@@ -178,7 +178,8 @@ impl FaultPlan {
         machine: &Machine,
         memory: &Arc<MigratingRam>,
     ) -> Result<Option<OwnFaulting>, FaultSetupError> {
-        let vcpu_numbers = machine.vcpu_numbers();
+        let vcpu_numbers: Vec<_> = machine.vcpu_numbers().collect();
+        let table_len = vcpu_numbers.iter().max().map_or(0, |highest| highest + 1);
         let ram = Arc::clone(memory.ram());
         let (tracer, faults, kvm_limits) = match self {
             // A choice that has not been made by now is not made any more.
@@ -197,7 +198,7 @@ impl FaultPlan {
             }
         };
         let faults = Arc::new(faults);
-        let repeats = (0..vcpu_numbers).map(|_| RepeatedFaults::default()).collect();
+        let repeats = (0..table_len).map(|_| RepeatedFaults::default()).collect();
         let when_here = if machine.vm().capabilities().pre_fault_memory {
             FaultAction::Map
         } else {
@@ -394,6 +395,10 @@ impl MissingPages for VcpuFaults {
                 FaultAction::Retry
             }
         }
+    }
+
+    fn kicked(&self, vcpu: u32) {
+        self.faults.kick(vcpu as usize);
     }
 
     fn read(&self, gpa: u64, data: &mut [u8]) -> bool {

@@ -176,28 +176,36 @@ pub fn check_behind<'a>(
     Ok(())
 }
 
+/// Everything that no rule allows.
+pub fn refused(rules: Option<&[Grant]>, config: &VmConfig) -> Vec<NotGranted> {
+    let Some(rules) = rules else { return Vec::new() };
+    names(config).into_iter().filter_map(|named| check_name(rules, named).err()).collect()
+}
+
 fn check_names(rules: &[Grant], names: Vec<Named<'_>>) -> Result<(), NotGranted> {
-    for Named { what, name } in names {
-        let (granted, kind, name) = match name {
-            Name::Tap(name) => {
-                let granted = rules.iter().any(|rule| rule.is_of_tap(name));
-                (granted, GrantKind::Tap, name.to_owned())
-            }
-            Name::Terminal => {
-                let granted = rules.iter().any(Grant::is_of_terminal);
-                (granted, GrantKind::Console, "the terminal".to_owned())
-            }
-            Name::Path(kind, path) => {
-                let name = path.display().to_string();
-                match is_below_a_root(rules, kind, path) {
-                    Ok(granted) => (granted, kind, name),
-                    Err(why) => return Err(NotGranted::Unclear { what, name, why }),
-                }
-            }
-        };
-        if !granted {
-            return Err(NotGranted::Refused { what, name, kind: kind.name() });
+    names.into_iter().try_for_each(|named| check_name(rules, named))
+}
+
+fn check_name(rules: &[Grant], Named { what, name }: Named<'_>) -> Result<(), NotGranted> {
+    let (granted, kind, name) = match name {
+        Name::Tap(name) => {
+            let granted = rules.iter().any(|rule| rule.is_of_tap(name));
+            (granted, GrantKind::Tap, name.to_owned())
         }
+        Name::Terminal => {
+            let granted = rules.iter().any(Grant::is_of_terminal);
+            (granted, GrantKind::Console, "the terminal".to_owned())
+        }
+        Name::Path(kind, path) => {
+            let name = path.display().to_string();
+            match is_below_a_root(rules, kind, path) {
+                Ok(granted) => (granted, kind, name),
+                Err(why) => return Err(NotGranted::Unclear { what, name, why }),
+            }
+        }
+    };
+    if !granted {
+        return Err(NotGranted::Refused { what, name, kind: kind.name() });
     }
     Ok(())
 }

@@ -9,6 +9,7 @@
 //! | --- | --- |
 //! | `source` | a machine that leaves |
 //! | `destination` | a machine that arrives |
+//! | `blobs` | states of devices that are sent as bytes |
 //! | `snapshot` | a machine into a directory, and out of one |
 //! | `adopted_arrival` | a machine that arrives from cloud-hypervisor |
 //! | `adopted_snapshot` | a snapshot directory of cloud-hypervisor |
@@ -28,13 +29,14 @@
 
 mod adopted_arrival;
 mod adopted_snapshot;
+mod blobs;
 pub mod core_dump;
 pub mod destination;
 pub mod dirty;
 mod disk_writer;
 pub mod document;
 mod exported_machine;
-mod fault_choice;
+pub mod fault_choice;
 pub mod faults;
 pub mod grants;
 pub mod hints;

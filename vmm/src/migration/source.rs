@@ -12,8 +12,11 @@ use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
 use vm_migration::page_server::PageServerHandle;
 use vm_migration::protocol::formats::Formats;
-use vm_migration::vm::{FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle};
+use vm_migration::vm::{
+    BlobInfo, BlobSource, FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle,
+};
 
+use super::blobs;
 use super::dirty::{DeviceLogs, MachineDirtyLog};
 use super::disk_writer::DiskWriter;
 use super::document::{CONFIG_VERSION, MachineDocument};
@@ -33,10 +36,6 @@ const SWITCH_OVER_BASE: Duration = Duration::from_millis(6);
 
 /// Added downtime per vCPU: saving, sending and restoring its state.
 const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
-
-/// Added downtime per MiB of hardware state of passed-through devices: reading, sending and restoring it.
-/// Not measured; assumes 100 MiB/s.
-const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
 /// Time that the write-back of disks may take while the guest is stopped. Less than a destination waits for
 /// the next message, and than guests and their peers tolerate; a migration that needs more fails, and the
@@ -79,6 +78,8 @@ pub struct LeavingMachine {
     /// Who reads its documents.
     reader: Reader,
     limits: StopLimits,
+    /// Devices whose hardware states are sent beside the state.
+    apart: Vec<String>,
 }
 
 /// Who reads the documents of an outgoing machine.
@@ -98,6 +99,8 @@ pub struct PausedMachine {
     write_back: Option<WriteBack>,
     reader: Reader,
     limits: StopLimits,
+    /// Devices whose hardware states are sent beside the state.
+    apart: Vec<String>,
 }
 
 /// Memory and threads of a machine whose guest has been migrated; released when dropped.
@@ -127,10 +130,25 @@ impl LeavingMachine {
             Ok(memory) => {
                 let disk_writer = DiskWriter::start(machine.writable_disks());
                 let (memory, reader) = (Arc::new(memory), Reader::Own(Formats::default()));
-                Ok(Self { machine, memory, page_server, disk_writer, reader, limits })
+                let apart = Vec::new();
+                Ok(Self { machine, memory, page_server, disk_writer, reader, limits, apart })
             }
             Err(error) => Err((machine, error)),
         }
+    }
+
+    /// Takes over the machine for a check: it is asked, and its writes are watched, and nothing is written back.
+    ///
+    /// # Errors
+    /// The machine is returned with the reason.
+    pub fn for_check(machine: Box<Machine>) -> Result<Self, (Box<Machine>, MigratingRamError)> {
+        let memory = match MigratingRam::as_mapped(Arc::clone(machine.ram())) {
+            Ok(memory) => Arc::new(memory),
+            Err(error) => return Err((machine, error)),
+        };
+        let limits = StopLimits { downtime: Box::new(|| Duration::ZERO), until: None };
+        let (page_server, disk_writer, reader) = (None, None, Reader::Own(Formats::default()));
+        Ok(Self { machine, memory, page_server, disk_writer, reader, limits, apart: Vec::new() })
     }
 
     /// Returns the machine.
@@ -245,6 +263,21 @@ impl SourceVm for LeavingMachine {
         Ok(PlainPeer::Other(borders))
     }
 
+    fn blobs(&mut self, apart: bool) -> Result<Vec<BlobInfo>, VmError> {
+        if !apart {
+            self.apart.clear();
+            self.machine.check_state_len()?;
+            return Ok(Vec::new());
+        }
+        let blobs = blobs::announce(&self.machine)?;
+        self.apart = blobs.iter().map(|blob| blob.name.clone()).collect();
+        Ok(blobs)
+    }
+
+    fn blob_bytes(&self) -> u64 {
+        self.machine.hardware_state_len_bytes()
+    }
+
     fn memory(&self) -> Arc<MigratingRam> {
         Arc::clone(&self.memory)
     }
@@ -277,13 +310,8 @@ impl SourceVm for LeavingMachine {
     }
 
     fn switch_over_time(&self) -> Duration {
-        let hardware_mib = self.machine.hardware_state_len_bytes().div_ceil(1 << 20);
-        let hardware = SWITCH_OVER_HARDWARE_MIB * u32::try_from(hardware_mib).unwrap_or(u32::MAX);
         let disks = self.disk_writer.as_ref().map_or(Duration::ZERO, DiskWriter::expected);
-        SWITCH_OVER_BASE
-            + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus
-            + hardware
-            + disks
+        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus + disks
     }
 
     fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
@@ -326,10 +354,10 @@ impl SourceVm for LeavingMachine {
             }
             return Err((leaving, full.into()));
         }
-        let Self { machine, memory, reader, limits, .. } = leaving;
+        let Self { machine, memory, reader, limits, apart, .. } = leaving;
         // Concurrently with the last pages and the state.
         let write_back = Some(machine.write_back());
-        Ok(PausedMachine { machine, memory, ran_before, write_back, reader, limits })
+        Ok(PausedMachine { machine, memory, ran_before, write_back, reader, limits, apart })
     }
 }
 
@@ -341,9 +369,16 @@ impl PausedVm for PausedMachine {
         self.ran_before
     }
 
-    fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
+    fn open_blobs(&mut self) -> Result<Vec<Box<dyn BlobSource>>, VmError> {
+        blobs::sources(&self.machine, &self.apart)
+    }
+
+    fn state_json(&mut self, blobs: &[u64]) -> Result<Vec<u8>, VmError> {
+        let apart = blobs::lengths(&self.apart, blobs)?;
         let state = match &self.reader {
-            Reader::Own(formats) => self.machine.save()?.for_reader(formats.state)?.to_json()?,
+            Reader::Own(formats) => {
+                self.machine.save_beside(&apart)?.for_reader(formats.state)?.to_json()?
+            }
             Reader::CloudHypervisor53(sent) => sent.state_json(&self.machine)?,
         };
         // Before the destination acknowledges: its acknowledgement has a time limit.
@@ -357,15 +392,21 @@ impl PausedVm for PausedMachine {
     }
 
     fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
-        let Self { mut machine, memory, ran_before, reader, limits, .. } = self;
+        let Self { mut machine, memory, ran_before, reader, limits, apart, .. } = self;
         let back = if ran_before { machine.resume() } else { machine.take_exclusive() };
         let (page_server, disk_writer, write_back) = (None, None, None);
         match back {
-            Ok(()) => {
-                Ok(LeavingMachine { machine, memory, page_server, disk_writer, reader, limits })
-            }
+            Ok(()) => Ok(LeavingMachine {
+                machine,
+                memory,
+                page_server,
+                disk_writer,
+                reader,
+                limits,
+                apart,
+            }),
             Err(error) => {
-                let still = Self { machine, memory, ran_before, write_back, reader, limits };
+                let still = Self { machine, memory, ran_before, write_back, reader, limits, apart };
                 Err((still, error.into()))
             }
         }

@@ -12,9 +12,11 @@ use vm_migration::{Phase, Progress, ProgressDocument, Steering};
 
 use super::PageServerError;
 use crate::api::request::Responder;
+use crate::api::watchers::Watchers;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmmPingResponse, VmmRequest};
-use crate::control::{WATCHER_TIME, recover_request};
+use crate::control::{WATCHER_TIME, exit_time, recover_request};
 use crate::events;
+use crate::metrics::{VmReading, states};
 
 /// Time that a client which follows a migration needs to switch from the VMM to the page server: a few
 /// polls of ch-remote.
@@ -33,11 +35,15 @@ pub enum Next {
 pub struct PageServerApi {
     progress: Arc<Progress>,
     steering: Steering,
+    /// Clients that follow it on a connection that they keep.
+    watchers: Watchers,
     /// When a client last requested the progress.
     watched_at: Option<Instant>,
+    /// When a client first read the end.
+    seen_at: Option<Instant>,
     /// Requests to discard the pages, answered once that is done.
     abandoners: Vec<Responder>,
-    /// When the process exits, once all pages are served and clients have had time to read that.
+    /// When the process exits at the latest, once all pages are served and clients have had time to read that.
     exit_at: Option<Instant>,
 }
 
@@ -47,8 +53,10 @@ fn conflict(text: &str) -> ApiError {
 
 impl PageServerApi {
     /// No requests yet.
-    pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
-        Self { progress, steering, watched_at: None, abandoners: Vec::new(), exit_at: None }
+    pub fn new(progress: Arc<Progress>, steering: Steering, watchers: Watchers) -> Self {
+        let (watched_at, seen_at, exit_at) = (None, None, None);
+        let abandoners = Vec::new();
+        Self { progress, steering, watchers, watched_at, seen_at, abandoners, exit_at }
     }
 
     /// Answers a request, or keeps it until it can be answered.
@@ -58,6 +66,11 @@ impl PageServerApi {
         let answer = match request {
             VmmRequest::Ping => Ok(ApiReply::Ping(VmmPingResponse::default())),
             VmmRequest::MigrationProgress => Ok(self.show_progress()),
+            // What else there is to show, any thread can read.
+            VmmRequest::Metrics => Ok(ApiReply::Metrics(Box::new(VmReading {
+                state: states::MIGRATED,
+                ..VmReading::default()
+            }))),
             VmmRequest::MigrationReport => Ok(ApiReply::Report(Box::new(self.progress.history()))),
             VmmRequest::MigrationRecover(data) => recover_request(&data, self.progress.phase())
                 .map(|(recover, connections_max)| {
@@ -86,7 +99,7 @@ impl PageServerApi {
         if snapshot.phase == Phase::Done {
             // A client that has read the end needs no more time.
             self.watched_at = None;
-            self.exit_at = self.exit_at.map(|_| Instant::now());
+            self.seen_at.get_or_insert_with(Instant::now);
         } else {
             self.watched_at = Some(Instant::now());
         }
@@ -109,7 +122,8 @@ impl PageServerApi {
 
     /// Handles that the destination has all pages.
     pub fn served(&mut self, now: Instant) {
-        let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
+        let asked = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
+        let watched = asked || self.watchers.count() > 0;
         // A client that the VMM has referred to the page server may be about to connect.
         self.exit_at = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
         for responder in self.abandoners.drain(..) {
@@ -132,12 +146,16 @@ impl PageServerApi {
 
     /// Whether the process can end.
     pub fn next(&self, now: Instant) -> Next {
-        if self.exit_at.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
+        if self.exit_due().is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
+    }
+
+    fn exit_due(&self) -> Option<Instant> {
+        Some(exit_time(self.exit_at?, self.seen_at, self.watchers.count()))
     }
 
     /// Timeout of the loop's poll.
     pub fn timeout_ms(&self) -> i32 {
-        self.exit_at.map_or(-1, |until| {
+        self.exit_due().map_or(-1, |until| {
             let left: Duration = until.saturating_duration_since(Instant::now());
             i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
         })

@@ -122,9 +122,11 @@ pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
         .map_err(PageServerError::Memory)?;
     log::info!("the page server is ready with {} of guest memory", Mib(ram.len_bytes()));
     let (handle, queue) = crate::api::channel().map_err(PageServerError::SetUp)?;
+    queue.hub().follow(&shared.progress);
     let server = ApiServer::start(listener, handle).map_err(PageServerError::Api)?;
     let ended = start(page_server, ram, &shared).map_err(PageServerError::SetUp)?;
-    let mut api = PageServerApi::new(Arc::clone(&shared.progress), shared.steering.clone());
+    let (progress, steering) = (Arc::clone(&shared.progress), shared.steering.clone());
+    let mut api = PageServerApi::new(progress, steering, queue.watchers().clone());
     let result = attend(&mut api, &queue, signals, &ended);
     drop(queue);
     server.stop();

@@ -55,6 +55,7 @@ pub(super) struct Need {
 const REMOVING: &[&str] = &[
     "main",
     "http-server",
+    "metrics-server",
     "put-back",
     "snapshot-write",
     "mig-hand-on",
@@ -71,6 +72,7 @@ const OPENING: &[&str] = &[
     "write-back",
     "disk-writer",
     "mig-connect",
+    "mig-check",
     "mig-verdict",
     "device-vsock",
 ];
@@ -161,7 +163,7 @@ pub(super) static NEEDS: &[Need] = &[
     },
     Need {
         capability: CapabilitySet::SYS_PTRACE,
-        threads: &[&["migration-recv", "mig-build", "restore", "restore-wait"]],
+        threads: &[&["migration-recv", "mig-build", "mig-check", "restore", "restore-wait"]],
         span: Span::Life,
         unless: Some(Unless {
             holds: has_userfaultfd_device,

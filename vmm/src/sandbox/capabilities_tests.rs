@@ -114,6 +114,7 @@ fn threads_that_face_a_guest_or_a_peer_have_only_what_is_listed() {
         "mig-faults",
         "mig-urgent",
         "mig-send",
+        "mig-state",
         "mig-bulk",
         "mig-look",
         "mig-prepare",

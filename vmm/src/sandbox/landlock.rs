@@ -72,7 +72,10 @@ const DENIED_REASON: &str = "Landlock keeps this process from paths that neither
 const ASK_VERSION: libc::c_uint = 1;
 
 /// Whether the kernel has Landlock.
-fn check_kernel() -> Result<(), LandlockError> {
+///
+/// # Errors
+/// [`LandlockError::Missing`] or [`LandlockError::Off`].
+pub fn check_kernel() -> Result<(), LandlockError> {
     let (none, no_bytes) = (std::ptr::null::<libc::c_void>(), 0_usize);
     // SAFETY: with this flag the kernel reads nothing and answers a number.
     let version =

@@ -57,6 +57,11 @@ impl PathRule {
     pub fn remove_socket(socket: &Path) -> Self {
         Self::new(folder_of(socket), REMOVE)
     }
+
+    /// The directory of a socket that takes the place of another there, and is removed later.
+    pub fn replace_socket(socket: &Path) -> Self {
+        Self::new(folder_of(socket), REMOVE | AccessFs::MakeSock)
+    }
 }
 
 /// Directory of a file; the current one for a bare name.
@@ -218,6 +223,8 @@ fn payload(config: &VmConfig, out: &mut Vec<PathRule>) {
     let payload = &config.payload;
     let files = [&payload.kernel, &payload.firmware, &payload.initramfs];
     out.extend(files.into_iter().flatten().map(PathRule::read));
+    let baseline = config.cpus.baseline.as_ref().and_then(|baseline| baseline.file.as_ref());
+    out.extend(baseline.map(PathRule::read));
 }
 
 fn disks(config: &VmConfig, out: &mut Vec<PathRule>) {
@@ -434,7 +441,7 @@ mod tests {
 
     /// By field of a VM: its option on the page, or nothing if the field names no path of the host.
     const OPTIONS: &[(&str, &str)] = &[
-        ("cpus", ""),
+        ("cpus", "--cpus"),
         ("memory", "--memory-zone"),
         ("payload", "--kernel"),
         ("rate_limit_groups", ""),

@@ -171,7 +171,7 @@ macro_rules! kinds {
 
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
-    "main": OF_MAIN, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
+    "main": OF_MAIN, starts &[&["http-server", "metrics-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
         "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "resize-memory", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer", "trace-probe"]],
@@ -182,10 +182,13 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "put-back": &[&SOCKET_PATHS], starts &[], "restores terminals and removes socket paths after a panic";
     "end": &[], starts &[], "ends the process at a time limit";
     "core-cookies": &[&CORE_SCHEDULING], starts &[], "keeps vCPUs apart from others on a core";
-    "trace-probe": &[&FAULT_LOOKUP], starts &[], "looks whether vCPUs may read the trace of faults";
+    "trace-probe": &[&FAULT_LOOKUP, &KVM_REQUESTS, &SCHEDULING], starts &[],
+        "looks whether vCPUs may read the trace of faults, and runs one that makes an access which the host refuses";
     "print-error": &[], starts &[], "prints the error with which the process ends";
     "http-server": &[&CONNECTIONS, &FILES, &SOCKET_PATHS], starts &[],
         "serves API connections, and receives the descriptors passed over them";
+    "metrics-server": &[&CONNECTIONS, &FILES, &SOCKET_PATHS], starts &[],
+        "serves metrics";
     "vcpu": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &FILES, &CONNECTIONS, &TAP_OF_DRIVER, &SCHEDULING,
         &FAULT_LOOKUP, &VDPA_CONFIG,
@@ -280,14 +283,15 @@ pub(super) static KINDS: &[Kind] = kinds! {
         &LOCAL_SOCKETS,
         &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &PSEUDOTERMINALS, &PROCESS,
         &TIMERS, &START_PAGE_SERVER, &END_PAGE_SERVER,
-    ], starts &[OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
+    ], starts &[OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-state", "mig-connect", "mig-alive",
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "discard-vm"]],
         "owns the machine of an outgoing migration, and starts the page server, which inherits its filter";
-    "migration-recv": RECEIVE, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
+    "migration-recv": RECEIVE, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive", "mig-state",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
-        "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns the machine of an incoming migration";
+        "mig-resolve", "mig-look", "mig-connect", "mig-alive", "mig-check"]], "owns the machine of an incoming migration";
     "mig-send": MOVE, starts &[&["mig-look"]], "sends memory over one connection";
+    "mig-state": MOVE, starts &[], "reads or writes the state of a passed-through device";
     "mig-connect": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[&["mig-resolve"]],
         "opens a connection";
@@ -308,6 +312,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "mig-look": MOVE, starts &[], "polls a condition during other work";
     "mig-receive": MOVE, starts &[&["mig-look"]], "receives memory over one connection";
     "mig-build": BUILD, starts MACHINE, "builds the machine";
+    "mig-check": &[&KVM_REQUESTS, &KVM_CREATION, &MEMORY, &OPEN, &FILES, &DISKS, &CONNECTIONS, &PROCESS, &LANDLOCK],
+        starts &[&["mig-alive"]],
+        "answers a check of a migration: what a VM would lack here";
     "mig-prepare": MOVE, starts &[], "populates memory before pages arrive";
     "mig-faults": MOVE, starts &[&["mig-look"]], "reads faults";
     "mig-pages": MOVE, starts &[&["mig-look"]], "receives the pages that no fault requested";

@@ -101,7 +101,7 @@ fn no_thread_makes_memory_of_its_own_executable() {
     }
     let library = |kind: &&Kind| kind.calls().any(|call| call.check == Check::Library);
     let with_libraries: Vec<_> = KINDS.iter().filter(library).map(|kind| kind.name).collect();
-    for kind in ["vcpu", "device-block", "device-net", "http-server", "mig-receive", "vm-boot"] {
+    for kind in ["vcpu", "device-net", "http-server", "metrics-server", "mig-receive", "vm-boot"] {
         assert!(!with_libraries.contains(&kind), "{with_libraries:?}");
     }
 }
@@ -114,10 +114,48 @@ fn requests_and_sockets_are_never_unchecked() {
         assert!(!checked.contains(&call.number) || call.check != Check::Any, "{}", call.name());
     }
     let opening = [libc::SYS_open, libc::SYS_openat];
-    for kind in ["device-block", "http-server", "throttle", "mig-alive", "end"] {
+    for kind in ["device-block", "http-server", "metrics-server", "throttle", "mig-alive", "end"] {
         let (_, kind) = Kind::of_thread(kind).unwrap();
         assert!(!kind.calls().any(|call| opening.contains(&call.number)), "{}", kind.name);
     }
+}
+
+/// A thread that is no kind ends the process as it starts: each name that is written where threads are started.
+#[test]
+fn every_thread_that_is_started_is_a_kind() {
+    // Tests and their stand-ins, and what ch-remote does at Ctrl-C and in an upgrade.
+    const NOT_OF_A_VMM: [&str; 5] = ["test", "fakes", "scripted", "interrupt", "upgrade"];
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut folders: Vec<_> =
+        ["devices", "hypervisor", "memory", "prezero-pool", "src", "vfio", "vm-migration", "vmm"]
+            .map(|name| root.join(name))
+            .into();
+    let mut names = BTreeSet::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            let name =
+                path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+            if NOT_OF_A_VMM.iter().any(|part| name.contains(part)) {
+            } else if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|end| end == "rs") {
+                let text = std::fs::read_to_string(&path).expect("text");
+                // Tests at the end of a file start threads of other names.
+                let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+                for call in text.split("stoppable_thread::spawn").skip(1) {
+                    let arguments = call.split(';').next().unwrap_or_default();
+                    // Of a vCPU the name has a number.
+                    let name = arguments.split('"').nth(1).filter(|name| !name.contains('{'));
+                    names.extend(name.map(str::to_owned));
+                }
+            }
+        }
+    }
+    assert!(names.contains("mig-state") && names.len() > 20, "{names:?}");
+    let known: BTreeSet<_> = KINDS.iter().map(|kind| kind.name.to_owned()).collect();
+    let unknown: Vec<_> = names.difference(&known).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
 }
 
 /// A peer reaches the code of these threads first.
@@ -143,6 +181,7 @@ fn threads_that_face_a_peer_open_and_connect_nothing() {
     let removing = ["mig-hand-on", "mig-linger"];
     let faces = [
         "mig-send",
+        "mig-state",
         "mig-urgent",
         "mig-bulk",
         "mig-look",

@@ -59,7 +59,12 @@ pub const BEHAVIOUR: &[(&str, &str, &str)] = &[
         "`build_version` is its version",
         "`build_version` is `godwit v...`; `version` is 53.0.0",
     ),
-    ("`vm.counters`", "devices", "devices, and `__vmm` with times of the VMM itself"),
+    (
+        "`vm.counters`",
+        "devices",
+        "devices, with `errors` and sums of latencies of disks, and `dropped` of networks; and `__vmm` with times of the \
+         VMM itself",
+    ),
     (
         "`vm.pause`, `vm.shutdown`, `vm.delete`",
         "do not wait for the host's storage to have what was written",

@@ -5,7 +5,9 @@
 use std::io::{BufRead as _, BufReader};
 use std::time::Instant;
 
+use super::super::body::Body;
 use super::super::client::ClientError;
+use super::super::endpoints::ENDPOINTS;
 use super::super::endpoints::Method::{Get, Put};
 use super::*;
 use crate::api::ProgressDocument;
@@ -112,6 +114,28 @@ fn bodies_that_are_wrong_get_reasons() {
     assert!(unknown.contains("unknown field `no_field` of VmConfig"), "{unknown}");
     let good = r#"{"payload":{"kernel":"/k"}}"#.to_owned();
     assert_eq!(fixture.client().ask(Put, "vm.create", Some(good)).unwrap(), None);
+}
+
+#[test]
+fn a_body_that_may_be_missing_may_be_null() {
+    for endpoint in ENDPOINTS.iter().filter(|it| matches!(it.takes, Body::Optional(_))) {
+        let force = |body: &str| match (endpoint.decode)(body.as_bytes()) {
+            Ok(
+                VmmRequest::VmmShutdown { force }
+                | VmmRequest::Delete { force }
+                | VmmRequest::Resume { force },
+            ) => Ok(force),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => Err(error.chain.join(": ")),
+        };
+        for body in ["", "null", "null\n", "{}", r#"{"force": null}"#, r#"{"force": false}"#] {
+            assert_eq!(force(body), Ok(false), "{}: '{body}'", endpoint.path);
+        }
+        assert_eq!(force(r#"{"force": true}"#), Ok(true));
+        assert!(force("[]").is_err_and(|error| error.contains("expected an object (ForceData)")));
+    }
+    let create = ENDPOINTS.iter().find(|it| it.path == "vm.create").unwrap();
+    assert!((create.decode)(b"null").is_err(), "a body that has to be there");
 }
 
 #[test]

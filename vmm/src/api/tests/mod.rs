@@ -9,7 +9,9 @@ mod clients;
 mod compatibility;
 mod description;
 mod rights;
+mod scrapes;
 mod sockets;
+mod watchers;
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -22,6 +24,7 @@ use super::request::Responder;
 use super::server::Limits;
 use super::*;
 use crate::config::VmConfig;
+use crate::metrics::{VmReading, states};
 
 /// A server with a VMM behind it that answers by rule.
 struct Fixture {
@@ -42,7 +45,7 @@ impl Fixture {
         let (handle, queue) = channel().unwrap();
         let (hold, held) = std::sync::mpsc::channel();
         std::thread::spawn(move || vmm(&queue, &hold));
-        let server = ApiServer::start_with(listener, handle, limits).unwrap();
+        let server = ApiServer::start_with(server::Front::Api, listener, handle, limits).unwrap();
         Self { dir, server: Some(server), held }
     }
 
@@ -112,6 +115,10 @@ fn vmm(queue: &ApiQueue, hold: &Sender<Responder>) {
                 "_net0".to_owned(),
                 BTreeMap::from([("rx_bytes".to_owned(), 7)]),
             )]))),
+            VmmRequest::Metrics => {
+                let reading = VmReading { state: states::NONE, ..VmReading::default() };
+                Ok(ApiReply::Metrics(Box::new(reading)))
+            }
             VmmRequest::MigrationProgress => {
                 let progress = vm_migration::Progress::new(vm_migration::Side::Source);
                 Ok(ApiReply::Progress(Box::new(progress.snapshot())))

@@ -104,6 +104,8 @@ impl Passthrough {
             }
             None => self.abandon_late(bdf, segments)?,
         };
+        // A device that may never be open must not keep the group of one that is given back.
+        self.hold = None;
         self.forget_memory_without_devices();
         Some(id)
     }
@@ -112,6 +114,7 @@ impl Passthrough {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
         self.withheld.forget(bdf);
+        self.watched.forget(bdf);
         self.opened.remove(device.id());
         segments.remove_device(bdf);
         if let Some(notices) = &self.notices {
@@ -152,13 +155,15 @@ impl Passthrough {
             self.early = None;
             // What was mapped before the guest ran, and no device came to use: it must not be taken for mapped by one
             // that is added later.
-            let was_kept = self.kept.take().is_some();
-            let was_prepinned = self.prepinned.take().is_some();
-            if (was_kept || was_prepinned)
+            let prepared = (self.kept.take(), self.prepinned.take());
+            if (prepared.0.is_some() || prepared.1.is_some())
                 && let Some(space) = &self.space
             {
                 space.unmap_all();
             }
+            // With type1 there is nothing to unmap from when the groups are gone.
+            drop(prepared);
+            self.hold = None;
             self.ban = None;
         }
     }

@@ -7,7 +7,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
+use vfio::{DmaLimits, DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
 
 use crate::config::{ConfigFd, DeviceConfig, VmConfig};
 use crate::machine::virtio::PciContext;
@@ -31,6 +31,14 @@ impl Backend {
                 Self::Iommufd { given: platform.iommufd_fd.clone() }
             }
             _ => Self::Type1,
+        }
+    }
+
+    /// The limits of this process on what is mapped in such a space.
+    pub fn limits(&self) -> DmaLimits {
+        match self {
+            Self::Type1 => DmaLimits::of_type1(),
+            Self::Iommufd { .. } => DmaLimits::of_iommufd(),
         }
     }
 

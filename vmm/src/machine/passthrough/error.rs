@@ -72,6 +72,12 @@ pub enum PassthroughError {
          them first"
     )]
     NotMovable(String),
+    /// Hardware states are too long for the document of the state.
+    #[error(
+        "the states of passed-through devices are too long for a snapshot, and for a destination of an older version, \
+         where they are kept with the other state: {0}; remove the devices first"
+    )]
+    StateTooLong(String),
     /// The device was removed while it was being opened, and is still being opened on the host.
     #[error(
         "'{id}' ({place}) was removed while it was being opened, and the host is still opening it; add it again when \

@@ -15,10 +15,9 @@ use std::sync::Arc;
 use memory::GuestRam;
 use parking_lot::Mutex;
 use pci::PciDevice as _;
-use vfio::{DmaMap, DmaSpace, DmaTarget, KeptMappings, OnLost, VfioError};
+use vfio::{DmaSpace, KeptMappings, SpaceHold, VfioError};
 
 use super::Passthrough;
-use super::backend::Backend;
 use super::outcome::read;
 use crate::config::VmConfig;
 use crate::events;
@@ -28,6 +27,8 @@ use crate::machine::virtio::PciContext;
 pub struct KeptDma {
     space: Arc<dyn DmaSpace>,
     mappings: KeptMappings,
+    /// What keeps them without devices: of type1, the groups.
+    hold: SpaceHold,
     ram: Arc<GuestRam>,
 }
 
@@ -36,8 +37,8 @@ impl KeptDma {
     /// before other memory is made, as it keeps this.
     pub fn is_for(&self, config: &VmConfig, ram: Option<&Arc<GuestRam>>) -> bool {
         let is_needed = config.devices.iter().flatten().next().is_some();
-        let is_same = ram.is_some_and(|ram| Arc::ptr_eq(ram, &self.ram));
-        is_needed && is_same && matches!(Backend::of(config), Backend::Iommufd { given: None })
+        // By type1 or iommufd is of the VM, which does not change in that.
+        is_needed && ram.is_some_and(|ram| Arc::ptr_eq(ram, &self.ram))
     }
 
     /// Bytes that are mapped.
@@ -55,12 +56,6 @@ impl KeptDma {
         self.space.join_vm(context.vm)?;
         Ok(Arc::clone(&self.space))
     }
-
-    /// The mapping of memory, of which the rest is to be mapped.
-    pub(super) fn dma_map(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<DmaMap> {
-        let target: Arc<dyn DmaTarget> = target;
-        DmaMap::kept(target, self.mappings, on_lost)
-    }
 }
 
 /// Where a machine that ends leaves its mappings.
@@ -75,6 +70,29 @@ impl KeptDmaSlot {
 }
 
 impl Passthrough {
+    /// What has stayed mapped. Called when the first device is open, which keeps it from then on; the groups of the others
+    /// are held until these are open, too.
+    pub(super) fn take_kept(&mut self) -> Option<KeptMappings> {
+        let KeptDma { space, mappings, hold, ram: _ } = self.kept.take()?;
+        self.hold = Some(hold);
+        match space.check_kept() {
+            Ok(()) => Some(mappings),
+            Err(why) => {
+                log::warn!(
+                    "guest memory, which was to stay mapped for DMA over the reboot, is mapped anew: {why}"
+                );
+                None
+            }
+        }
+    }
+
+    /// Holds no group any longer for devices that are to be opened, when there are none.
+    pub(super) fn release_hold(&mut self) {
+        if self.pending.is_empty() && self.late.is_empty() {
+            self.hold = None;
+        }
+    }
+
     /// Has [`leave`](Self::leave) leave in the returned slot what stays mapped.
     pub fn keep_mappings(&mut self) -> KeptDmaSlot {
         self.leaves_to.get_or_insert_default().clone()
@@ -116,12 +134,10 @@ impl Passthrough {
             }
         }
         let space = self.space.clone().ok_or("there is no address space")?;
-        if !space.outlives_vm() {
-            return Err("it is mapped only as long as devices are open".into());
-        }
+        let hold = space.outlive_vm()?;
         let pinning = self.pinning.take().ok_or("it was not mapped")?;
         let mappings = pinning.leave(ram.regions())?;
-        Ok(KeptDma { space, mappings, ram: Arc::clone(ram) })
+        Ok(KeptDma { space, mappings, hold, ram: Arc::clone(ram) })
     }
 }
 
@@ -129,6 +145,7 @@ impl Passthrough {
 #[expect(clippy::unwrap_used, reason = "tests")]
 pub(super) mod tests {
     use std::sync::atomic::Ordering;
+    use std::time::Duration;
 
     use memory::{RamConfig, RamLayout, ZoneSpec};
     use pci::{Bdf, DeviceNumber};
@@ -141,12 +158,16 @@ pub(super) mod tests {
     use super::super::migration::tests::two_devices;
     use super::super::openers::{Abandoned, OpenerEnd, OpenerPlace};
     use super::super::opening::tests::slow;
+    use super::super::starting::Place;
+    use super::super::starting::tests::{FakeMaker, Made};
     use super::*;
     use crate::config::PinMode;
     use crate::machine::pausing::CancelToken;
     use crate::machine::segments::Segments;
 
     const RAM_BYTES: u64 = 192 << 20;
+    /// Longer than any of these tests takes.
+    const PATIENCE: Duration = Duration::from_mins(1);
 
     fn new_ram() -> Arc<GuestRam> {
         let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", RAM_BYTES) }];
@@ -201,6 +222,7 @@ pub(super) mod tests {
         let kept = slot.take().unwrap();
         assert!(slot.take().is_none() && kept.is_all(RAM_BYTES));
         assert_eq!(mapped(&target), before);
+        assert_eq!(Arc::strong_count(&target.hold), 2, "it is held without devices");
 
         let (mut next, _hosts) = two_devices();
         next.space = Some(Arc::clone(&kept.space));
@@ -211,11 +233,92 @@ pub(super) mod tests {
         assert_eq!(progress.pinned_bytes, RAM_BYTES);
         assert!(next.gate.is_open());
         assert_eq!((mapped(&target), target.unmaps()), (before, 0));
+        assert_eq!(Arc::strong_count(&target.hold), 1, "by the devices from here on");
+    }
+
+    /// A machine of the next boot with memory that has stayed mapped in `target`, and nothing open yet.
+    fn next_boot(target: FakeTarget) -> (Made, Arc<FakeTarget>) {
+        let target = Arc::new(FakeTarget { outlives_vm: true, ..target });
+        let (kept, ram) = kept_in(&target);
+        let mut made = Made::new(FakeTarget::default());
+        made.passthrough.space = Some(target.clone());
+        (made.passthrough.kept, made.ram) = (Some(kept), ram);
+        (made, target)
+    }
+
+    #[test]
+    fn groups_are_held_until_the_last_device_is_open() {
+        let (mut made, target) = next_boot(FakeTarget::default());
+        let holds = || Arc::strong_count(&target.hold) - 1;
+        let gives = [("one", 7), ("two", 8), ("late", 9)]
+            .map(|(id, number)| made.expect(id, number, PinMode::Auto));
+        for (at, gives) in gives.iter().take(2).enumerate() {
+            assert_eq!(holds(), 1, "{at} are open");
+            gives.send(made.host()).unwrap();
+            made.await_pending(["one", "two"][at]);
+            made.receive_now();
+        }
+        assert!(made.passthrough.progress().is_some() && made.passthrough.kept.is_none());
+        made.start_without_late();
+        assert_eq!(holds(), 1, "a late device needs its group as well");
+        gives[2].send(made.host()).unwrap();
+        made.passthrough.late[0].wait(PATIENCE);
+        let Made { passthrough, ram, segments, .. } = &mut made;
+        let place = Place { make: &FakeMaker, segments, ram };
+        assert!(passthrough.receive_late_at(&place, &DiscardingDevices::default));
+        assert_eq!(holds(), 0, "by the devices from here on");
+        assert_eq!(target.unmaps(), 0);
+    }
+
+    #[test]
+    fn groups_are_held_for_no_device_that_does_not_come() {
+        let (mut made, target) = next_boot(FakeTarget::default());
+        let holds = || Arc::strong_count(&target.hold) - 1;
+        let [one, _never] =
+            [("one", 7), ("late", 9)].map(|(id, number)| made.expect(id, number, PinMode::Auto));
+        one.send(made.host()).unwrap();
+        made.await_pending("one");
+        made.start_without_late();
+        assert_eq!(holds(), 1);
+        let late = Bdf::on_root_bus(0, DeviceNumber::new(9).unwrap());
+        assert!(made.passthrough.remove(late, &made.segments).is_some());
+        assert_eq!(holds(), 0);
+    }
+
+    #[test]
+    fn the_group_of_a_removed_device_is_not_held_for_one_that_is_late() {
+        let (mut made, target) = next_boot(FakeTarget::default());
+        let [one, _never] =
+            [("one", 7), ("late", 9)].map(|(id, number)| made.expect(id, number, PinMode::Auto));
+        one.send(made.host()).unwrap();
+        made.await_pending("one");
+        made.start_without_late();
+        assert_eq!(Arc::strong_count(&target.hold) - 1, 1);
+        let open = Bdf::on_root_bus(0, DeviceNumber::new(7).unwrap());
+        assert!(made.passthrough.remove(open, &made.segments).is_some());
+        assert_eq!(Arc::strong_count(&target.hold) - 1, 0);
+    }
+
+    #[test]
+    fn what_did_not_stay_mapped_after_all_is_mapped_anew() {
+        let (mut made, target) = next_boot(FakeTarget::default());
+        target.has_lost_kept.store(true, Ordering::Relaxed);
+        made.expect("one", 7, PinMode::Auto).send(made.host()).unwrap();
+        made.await_pending("one");
+        // As the kernel does when the last group has left.
+        target.mapped.lock().clear();
+        made.receive_now();
+        made.passthrough.await_memory(&|| false).unwrap();
+        assert!(target.is_mapped(0..RAM_BYTES).is_some(), "a device would reach nothing else");
     }
 
     #[test]
     fn what_stayed_mapped_for_devices_that_did_not_come_is_unmapped() {
         let (target, ram) = (target(true), new_ram());
+        let (hold, holds) = (Arc::downgrade(&target.hold), Arc::new(Mutex::new(Vec::new())));
+        let seen = Arc::clone(&holds);
+        let look = Box::new(move || seen.lock().push(hold.strong_count()));
+        assert!(target.before_unmap_all.set(look).is_ok());
         let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
         passthrough.cancel();
         passthrough.leave(&ram);
@@ -237,6 +340,8 @@ pub(super) mod tests {
         let place = Bdf::on_root_bus(0, DeviceNumber::new(7).unwrap());
         assert!(next.remove(place, &Segments::of_test(new_segment())).is_some());
         assert!(next.kept.is_none() && mapped(&target).is_empty(), "memory may be discarded now");
+        assert_eq!(*holds.lock(), [2], "it is held until it is unmapped");
+        assert_eq!(Arc::strong_count(&target.hold), 1);
     }
 
     #[test]
@@ -289,22 +394,19 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn it_is_for_the_same_memory_and_address_space_only() {
+    fn it_is_for_the_same_memory_and_for_devices_only() {
         let (target, ram) = (target(true), new_ram());
         let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
         passthrough.leave(&ram);
         let kept = slot.take().unwrap();
-        let config = |platform, devices| -> VmConfig {
-            let json =
-                json!({"payload": {"kernel": "/k"}, "platform": platform, "devices": devices});
+        let config = |devices| -> VmConfig {
+            let json = json!({"payload": {"kernel": "/k"}, "devices": devices});
             serde_json::from_value(json).unwrap()
         };
-        let (iommufd, device) = (json!({"iommufd": true}), json!([{"path": "/d"}]));
-        let same = config(iommufd.clone(), device.clone());
+        let same = config(json!([{"path": "/d"}]));
         assert!(kept.is_for(&same, Some(&ram)));
         assert!(!kept.is_for(&same, None), "memory is made anew");
         assert!(!kept.is_for(&same, Some(&new_ram())), "other memory");
-        assert!(!kept.is_for(&config(iommufd, json!([])), Some(&ram)), "no device is left");
-        assert!(!kept.is_for(&config(json!({}), device), Some(&ram)), "type1");
+        assert!(!kept.is_for(&config(json!([])), Some(&ram)), "no device is left");
     }
 }

@@ -34,7 +34,7 @@ impl Passthrough {
         self.receive_late_at(&Place::of(context), discarding)
     }
 
-    fn receive_late_at(
+    pub(super) fn receive_late_at(
         &mut self,
         place: &Place<'_>,
         discarding: &dyn Fn() -> DiscardingDevices,
@@ -54,6 +54,7 @@ impl Passthrough {
                 Err(error) => self.note_unopened(place.segments, pending, &error),
             }
         }
+        self.release_hold();
         is_any
     }
 

@@ -31,16 +31,18 @@ impl Passthrough {
         discarding: DiscardingDevices,
         cancel: &CancelToken,
     ) -> Result<(), PassthroughError> {
-        let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
+        let Some(space) = self.space.clone().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
         };
+        let kept = self.take_kept();
+        self.release_hold();
         let pinning = match &mut self.pinning {
             Some(pinning) => pinning,
             none => {
                 let total_bytes = ram.total_bytes();
                 let populator = GuestRamPopulator::new(Arc::clone(ram), self.threads);
                 let populator = Arc::new(RamPopulator::new(populator, self.early.take()));
-                let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
+                let (target, gate) = (Arc::clone(&space), Arc::clone(&self.gate));
                 // Weak: the list has the mapping, and the mapping has this. Both would stay for good, with the
                 // guest's memory.
                 let list = Arc::downgrade(&self.device_list);
@@ -51,11 +53,12 @@ impl Passthrough {
                     }
                     sink(GuestEvent::WithheldDevice);
                 });
-                let (kept, prepinned) = (self.kept.take(), self.prepinned.take());
-                let is_complete =
-                    kept.as_ref().map_or(prepinned.is_some(), |kept| kept.is_all(total_bytes));
+                let prepinned = self.prepinned.take();
+                let is_complete = kept
+                    .as_ref()
+                    .map_or(prepinned.is_some(), |kept| kept.mapped_bytes() == total_bytes);
                 let dma_map = match (kept, prepinned) {
-                    (Some(kept), _) => kept.dma_map(target, on_lost),
+                    (Some(kept), _) => DmaMap::kept(target, kept, on_lost),
                     (None, Some(slot)) => slot.dma_map(target, on_lost),
                     (None, None) => {
                         let discards = discarding.balloon.is_some();

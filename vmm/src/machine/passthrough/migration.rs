@@ -13,11 +13,11 @@ use vfio::DmaLog;
 use vfio::VfioPciDevice;
 use vfio::migration::{MigrationError, STATE_LEN_BYTES_MAX};
 
-use super::outcome::unmap_if_unused;
+use super::outcome::{SharedDeviceList, unmap_if_unused};
 use super::{Passthrough, PassthroughError};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::events::GuestEvent;
+use crate::machine::events::{EventSink, GuestEvent};
 use crate::machine::ram;
 use crate::machine::state::hardware_state_len_bytes_max;
 
@@ -46,11 +46,11 @@ pub fn check_config(config: &VmConfig) -> Result<(), PassthroughError> {
     refuse(&reasons)
 }
 
-fn reason(id: &str, why: &dyn std::fmt::Display) -> String {
+pub(super) fn reason(id: &str, why: &dyn std::fmt::Display) -> String {
     format!("'{id}': {why}")
 }
 
-fn refuse(reasons: &[String]) -> Result<(), PassthroughError> {
+pub(super) fn refuse(reasons: &[String]) -> Result<(), PassthroughError> {
     if reasons.is_empty() {
         return Ok(());
     }
@@ -74,8 +74,20 @@ impl Passthrough {
                        another one (no RUNNING_P2P state); give the VM one such device, or vfio_p2p_dma=off";
             reason(device.id(), &why)
         }));
-        refuse(&reasons)?;
-        refuse(&self.too_much_state(hardware_state_len_bytes_max(config.cpus.boot_vcpus)))
+        refuse(&reasons)
+    }
+
+    /// Refuses devices whose hardware states are too long to be kept with the other state: in a snapshot, and on the way
+    /// to an older destination.
+    ///
+    /// # Errors
+    /// Names the devices, with their lengths.
+    pub fn check_state_len(&self, config: &VmConfig) -> Result<(), PassthroughError> {
+        let limit_bytes = hardware_state_len_bytes_max(config.cpus.boot_vcpus);
+        match &self.too_much_state(limit_bytes)[..] {
+            [] => Ok(()),
+            reasons => Err(PassthroughError::StateTooLong(reasons.join("; "))),
+        }
     }
 
     /// Devices that cannot be kept from reaching others, if that are several and they reach each other: whichever
@@ -177,14 +189,12 @@ impl Passthrough {
     }
 
     fn report_lost(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
-        if device.is_lost() {
-            let (id, reason) = (device.id(), error_text::chain(error));
-            log::error!("passed-through device '{id}' is gone for the guest: {reason}");
-            let lost = [("id", id), ("error", reason.as_str())];
-            events::emit("vm", "passthrough-device-lost", &lost);
-            unmap_if_unused(&self.device_list);
-            (self.sink)(GuestEvent::WithheldDevice);
-        }
+        self.loss_reporter().report(device, error);
+    }
+
+    /// What reports a device as lost that has failed on another thread.
+    pub(super) fn loss_reporter(&self) -> LossReporter {
+        LossReporter { device_list: Arc::clone(&self.device_list), sink: Arc::clone(&self.sink) }
     }
 
     /// Starts to log DMA writes to guest memory; ends when the logs are dropped.
@@ -196,6 +206,27 @@ impl Passthrough {
     pub fn state_len_bytes(&self) -> u64 {
         let lens = self.devices.iter().map(|(_, device)| device.estimated_state_len_bytes());
         lens.fold(0, u64::saturating_add)
+    }
+}
+
+/// Reports a device that is lost to the guest.
+#[derive(Clone)]
+pub(super) struct LossReporter {
+    device_list: SharedDeviceList,
+    sink: EventSink,
+}
+
+impl LossReporter {
+    /// Reports it, if this error has made it so.
+    pub(super) fn report(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
+        if device.is_lost() {
+            let (id, reason) = (device.id(), error_text::chain(error));
+            log::error!("passed-through device '{id}' is gone for the guest: {reason}");
+            let lost = [("id", id), ("error", reason.as_str())];
+            events::emit("vm", "passthrough-device-lost", &lost);
+            unmap_if_unused(&self.device_list);
+            (self.sink)(GuestEvent::WithheldDevice);
+        }
     }
 }
 
@@ -212,7 +243,7 @@ pub(super) mod tests {
     use vfio::{DmaGate, P2pBars, VfioWiring};
 
     use super::super::announcing::Withheld;
-    use super::super::{Backend, CancelToken, DiscardingDevices, LeftOpenings, SharedDeviceList};
+    use super::super::{Backend, CancelToken, DiscardingDevices, LeftOpenings};
     use super::*;
 
     /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
@@ -263,11 +294,14 @@ pub(super) mod tests {
             gate: Arc::clone(&gate),
             backend: Backend::Type1,
             space: None,
+            hold: None,
+            expected: Vec::new(),
             slots: None,
             prepinned: None,
             kept: None,
             leaves_to: None,
             withheld: Withheld::default(),
+            watched: super::super::forecast::Watched::default(),
             standstill: Arc::default(),
             withdrawn: Vec::new(),
             left: LeftOpenings::default(),
@@ -478,13 +512,14 @@ pub(super) mod tests {
         };
         estimates([1, STATE_LEN_BYTES_MAX + 1]);
         let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
-        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        passthrough.check_movable(&config).unwrap();
+        let error = passthrough.check_state_len(&config).unwrap_err().to_string();
         assert!(error.contains("'two': its state has 129 MiB, and may have 128"), "{error}");
         assert!(!error.contains("'one'"), "{error}");
         assert!(hosts.iter().all(|host| history(host).is_empty()), "none was asked to stop");
         // Each is within the limit for a device, and both exceed the total limit.
         estimates([100 << 20; 2]);
-        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        let error = passthrough.check_state_len(&config).unwrap_err().to_string();
         for id in ["'one'", "'two'"] {
             assert!(error.contains(id) && error.contains("all together may have 179"), "{error}");
         }

@@ -12,6 +12,7 @@
 //! | `opening` | threads that open devices while the guest runs |
 //! | `starting` | devices that the start of the guest waits for |
 //! | `late` | devices that it does not wait for any longer |
+//! | `forecast` | devices that it was to wait for shortly, if that takes long |
 //! | `openers` | threads that open a device which nothing waits for any more |
 //! | `mapping` | when memory is mapped, and who waits for that |
 //! | `backend` | VFIO container or iommufd |
@@ -24,6 +25,7 @@
 //! | `reach` | guest memory at addresses that the IOMMU can map |
 //! | `device_events` | error and request interrupts of the host |
 //! | `migration` | migration of devices, and their part in a pause |
+//! | `streaming` | states of devices that are sent as bytes |
 
 mod adding;
 mod announcing;
@@ -31,6 +33,7 @@ mod backend;
 mod counters;
 mod device_events;
 mod error;
+mod forecast;
 mod kept;
 mod late;
 mod mapping;
@@ -43,9 +46,11 @@ mod prepinned;
 mod reach;
 mod slots;
 mod starting;
+mod streaming;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -56,8 +61,8 @@ use memory::{DiscardBan, GuestRam};
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice};
 use prezero_pool_client::PoolConnection;
 use vfio::{
-    DeviceEvents, DmaGate, DmaSpace, HostFunction, IntxLine, P2pBars, Pinning, VfioError,
-    VfioPciDevice, VfioWiring,
+    DeviceEvents, DmaGate, DmaSpace, HostFunction, IntxLine, P2pBars, Pinning, SpaceHold,
+    VfioError, VfioPciDevice, VfioWiring,
 };
 
 use super::events::EventSink;
@@ -68,6 +73,7 @@ use crate::config::{DeviceConfig, PinMode, VmConfig};
 use announcing::Withheld;
 use backend::Backend;
 use error::no_device;
+use forecast::Watched;
 use openers::{Abandoned, OpenerEnd, OpenerPlace};
 use opening::{Opened, PendingDevice, report_opened};
 use outcome::{SharedDeviceList, read};
@@ -75,16 +81,18 @@ use populating::EarlyPopulating;
 use starting::ArrivedDevice;
 
 pub use announcing::{WaitsFor, WithheldStatus};
+pub use backend::Backend as IommuBackend;
 pub use error::PassthroughError;
 pub use kept::{KeptDma, KeptDmaSlot};
 pub use migration::check_config;
 pub use openers::LeftOpenings;
-pub use opening::Opening;
+pub use opening::{Opening, check_ahead};
 pub use outcome::DiscardingDevices;
 pub use prepinned::{PrepinnedSlot, SlotAnswer};
 pub use reach::choose_high_hole;
 pub use slots::KvmBarSlots;
 pub use starting::DeviceStart;
+pub use streaming::{DeviceStateReader, StateApart};
 
 /// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
@@ -115,6 +123,10 @@ pub struct Passthrough {
     backend: Backend,
     /// Created for the first device and kept: KVM is told of VFIO only once.
     space: Option<Arc<dyn DmaSpace>>,
+    /// What has kept memory mapped over a reboot, until all devices are open.
+    hold: Option<SpaceHold>,
+    /// The devices that are configured, by path.
+    expected: Vec<PathBuf>,
     slots: Option<Arc<KvmBarSlots>>,
     /// Memory mapped in advance by a pool, until [`Passthrough::map_memory`] takes it.
     prepinned: Option<PrepinnedSlot>,
@@ -124,6 +136,8 @@ pub struct Passthrough {
     leaves_to: Option<KeptDmaSlot>,
     /// Devices that the guest does not see yet.
     withheld: Withheld,
+    /// Devices that it may see before memory is mapped.
+    watched: Watched,
     /// Informs the guest of waits at the gate, once it has vCPUs.
     standstill: Arc<OnceLock<Standstill>>,
     /// Devices removed while they were being opened, until they are closed.
@@ -211,6 +225,7 @@ impl Passthrough {
             gate: new_gate(&standstill),
             standstill,
             withheld: Withheld::default(),
+            watched: Watched::default(),
             sink,
             early: None,
             pinning: None,
@@ -223,6 +238,8 @@ impl Passthrough {
             device_list: SharedDeviceList::default(),
             backend: Backend::of(config),
             space: None,
+            hold: None,
+            expected: paths_of(config),
             slots: None,
             prepinned: slot,
             kept,
@@ -357,6 +374,7 @@ impl Passthrough {
             (None, None) => self.backend.new_space(context),
         };
         let space = space.map_err(PassthroughError::Vfio)?;
+        space.expect(&std::mem::take(&mut self.expected));
         Ok(Arc::clone(self.space.insert(space)))
     }
 
@@ -409,6 +427,12 @@ impl Passthrough {
     pub fn devices(&self) -> &[(Bdf, Arc<VfioPciDevice>)] {
         &self.devices
     }
+}
+
+/// Where the configured devices are that were given by path.
+fn paths_of(config: &VmConfig) -> Vec<PathBuf> {
+    let devices = config.devices.iter().flatten().filter(|device| device.fd.is_none());
+    devices.filter_map(|device| device.path.clone()).collect()
 }
 
 /// A gate that reports each wait of a vCPU, during which the guest's clock went on.

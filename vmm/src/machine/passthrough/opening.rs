@@ -26,7 +26,8 @@ use parking_lot::Mutex;
 use pci::{Bdf, DeviceNumber, PciDevice as _};
 use prezero_pool_client::PoolConnection;
 use vfio::{
-    DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
+    DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, HostPlace, Pinning, VfioError,
+    VfioFunction,
 };
 
 use super::backend::place_of;
@@ -183,8 +184,7 @@ impl Passthrough {
         {
             return Ok(Box::new(move |_| reset(Arc::new(function), begun)));
         }
-        let place = place_of(config).and_then(|place| place.check().map(|()| place));
-        let place = place.map_err(|source| no_device(config, id, source))?;
+        let place = find(config, id)?;
         let space = self.space(context)?;
         let before = self.left.before(&OpenerPlace::of(config));
         Ok(Box::new(move |cancel| {
@@ -325,6 +325,22 @@ impl Passthrough {
     pub fn is_opening(&self) -> bool {
         !self.pending.is_empty()
     }
+}
+
+/// The device on the host, which is not opened.
+fn find(config: &DeviceConfig, id: &str) -> Result<HostPlace, PassthroughError> {
+    let place = place_of(config).and_then(|place| place.check().map(|()| place));
+    place.map_err(|source| no_device(config, id, source))
+}
+
+/// Whether a device is one that can be opened for a machine with memory like `ram`, as far as that is known before.
+///
+/// # Errors
+/// Names the device and what the host lacks.
+pub fn check_ahead(config: &DeviceConfig, ram: &GuestRam) -> Result<(), PassthroughError> {
+    let id = config.id.as_deref().unwrap_or_default();
+    reach::check(config, ram).map_err(|source| no_device(config, id, source))?;
+    find(config, id).map(drop)
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 //! Populating guest memory while passed-through devices are opened.
 //!
 //! Opening a device resets it, which takes seconds for some, and memory can be mapped for DMA only when one is open.
-//! What is populated by then is only to be mapped.
+//! What is populated by then is only to be mapped, and memory itself knows it ([`RamRegion::page_kind`]), so that the forecast
+//! of the rest does.
 //!
 //! Owns the thread that does so until mapping begins, which populates what is left. Only the thread that maps waits for
 //! its end, and not for long: neither the guest's start nor a stop does. Must never populate memory that is populated by
@@ -15,16 +16,13 @@
 //!   begin ──> check the host's memory ──> populate ──> told to stop ──> ended, or at its last step, when mapping begins
 //! ```
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use memory::{
-    GuestRam, Prefault, PrefaultError, PrefaultEvent, PrefaultOptions, RamRegion, check_available,
-};
+use memory::{GuestRam, Prefault, PrefaultError, PrefaultOptions, RamRegion, check_available};
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
-use vfio::pin_time::PopulatedBefore;
 use vfio::{GuestRamPopulator, Populating, Populator};
 
 use super::{Passthrough, pin_threads};
@@ -50,12 +48,9 @@ struct Work {
     is_stopped: AtomicBool,
     /// The host was found to have memory for all that is missing, and nothing has failed since.
     is_checked: AtomicBool,
-    /// When threads began to populate, and how much they do at a time.
-    begun: OnceLock<(Instant, u64)>,
-    /// When it ended. Locked briefly.
-    ended: Mutex<Option<Instant>>,
+    /// Whether it has ended. Locked briefly.
+    ended: Mutex<bool>,
     has_ended: Condvar,
-    done_bytes: AtomicU64,
 }
 
 impl Work {
@@ -65,16 +60,14 @@ impl Work {
             missing,
             is_stopped: AtomicBool::new(false),
             is_checked: AtomicBool::new(false),
-            begun: OnceLock::new(),
-            ended: Mutex::new(None),
+            ended: Mutex::new(false),
             has_ended: Condvar::new(),
-            done_bytes: AtomicU64::new(0),
         }
     }
 
     fn run(self: &Arc<Self>, options: &PrefaultOptions) -> Result<(), PrefaultError> {
         let result = self.populate(options);
-        *self.ended.lock() = Some(Instant::now());
+        *self.ended.lock() = true;
         self.has_ended.notify_all();
         result
     }
@@ -82,23 +75,15 @@ impl Work {
     fn populate(self: &Arc<Self>, options: &PrefaultOptions) -> Result<(), PrefaultError> {
         check_available(&self.missing)?;
         self.is_checked.store(true, Ordering::Relaxed);
-        let at_once_bytes = options.at_once_bytes(&self.regions);
-        let (stopping, noting) = (Arc::clone(self), Arc::clone(self));
+        let stopping = Arc::clone(self);
         let options = PrefaultOptions {
             is_checked: true,
             is_stopped: Some(Arc::new(move || stopping.is_stopped.load(Ordering::Relaxed))),
-            observer: Some(Arc::new(move |event: PrefaultEvent<'_>| {
-                if let PrefaultEvent::Progress(progress) = event {
-                    noting.done_bytes.fetch_max(progress.done_bytes, Ordering::Relaxed);
-                }
-            })),
             ..options.clone()
         };
         if self.is_stopped.load(Ordering::Relaxed) {
             return Ok(());
         }
-        // Before threads start: what they do while others are started counts.
-        let _ = self.begun.set((Instant::now(), at_once_bytes));
         let result = Prefault::start(&self.regions, &options).and_then(Prefault::wait);
         let has_failed = !matches!(result, Ok(()) | Err(PrefaultError::Cancelled { .. }));
         self.is_checked.store(!has_failed, Ordering::Relaxed);
@@ -157,26 +142,12 @@ impl EarlyPopulating {
     fn end_soon(&self) {
         self.stop();
         let mut ended = self.work.ended.lock();
-        self.work.has_ended.wait_while_for(&mut ended, |ended| ended.is_none(), END_WAIT_MAX);
+        self.work.has_ended.wait_while_for(&mut ended, |ended| !*ended, END_WAIT_MAX);
     }
 
     /// Whether the host was found to have memory for all that is missing.
     fn is_checked(&self) -> bool {
         self.work.is_checked.load(Ordering::Relaxed)
-    }
-
-    /// What has been populated so far; `None` if nothing was, or could be. `elsewhere_bytes`: by a background prefault.
-    fn populated(&self, elsewhere_bytes: u64) -> Option<PopulatedBefore> {
-        let (begun, at_once_bytes) = *self.work.begun.get()?;
-        let bytes = self.work.done_bytes.load(Ordering::Relaxed);
-        if bytes == 0 && !self.is_checked() {
-            return None;
-        }
-        let ended = self.work.ended.lock().unwrap_or_else(Instant::now);
-        let took = ended.saturating_duration_since(begun);
-        let missing_bytes: u64 = self.work.missing.iter().map(|region| region.usable_bytes()).sum();
-        let left_bytes = missing_bytes.saturating_sub(bytes).saturating_sub(elsewhere_bytes);
-        Some(PopulatedBefore { bytes, at_once_bytes, left_bytes, took })
     }
 }
 
@@ -272,22 +243,18 @@ impl Passthrough {
     pub(super) fn stop_early_populating(&self) {
         self.early.iter().for_each(EarlyPopulating::stop);
     }
-
-    /// What that has populated; `elsewhere_bytes` are populated by a background prefault.
-    pub(super) fn populated_early(&self, elsewhere_bytes: u64) -> Option<PopulatedBefore> {
-        self.early.as_ref().and_then(|early| early.populated(elsewhere_bytes))
-    }
 }
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::num::NonZeroUsize;
-    use std::time::Duration;
+    use std::sync::atomic::AtomicU64;
+    use std::time::Instant;
 
     use memory::{HookError, RamConfig, RamLayout, ZoneSpec};
     use serde_json::json;
-    use vfio::PopulateHelper;
+    use vfio::PopulateBegun;
     use vfio::fakes::FakeTarget;
 
     use super::super::DiscardingDevices;
@@ -340,38 +307,31 @@ mod tests {
         }
     }
 
-    /// What populating early has done, once it has ended.
-    fn populate(
-        config: &MemoryConfig,
-        ram: &GuestRam,
-        elsewhere_bytes: u64,
-    ) -> Option<PopulatedBefore> {
+    /// Populates early, to the end; returns how much of each zone is there then, by the kernel, and as the plan of those who
+    /// populate the rest takes it.
+    fn populate(config: &MemoryConfig, ram: &GuestRam, zones: &[&str]) -> Vec<(u64, bool)> {
         let (mut passthrough, _hosts) = two_devices();
         passthrough.populate_early(config, ram, true);
         wait_for_end(passthrough.early.as_ref());
-        passthrough.populated_early(elsewhere_bytes)
+        let is_there = |zone: &str| {
+            let mut regions = ram.regions().iter().filter(|region| region.zone_id() == zone);
+            regions.all(|region| region.page_kind(&(0..region.usable_bytes())).is_there)
+        };
+        zones.iter().map(|zone| (populated_bytes(ram, zone), is_there(zone))).collect()
     }
 
     #[test]
     fn memory_is_there_when_devices_are_open() {
         let (config, ram) = memory(&json!(false));
-        let before = populate(&config, &ram, 0).unwrap();
-        assert_eq!((before.bytes, before.left_bytes), (2 * ZONE_BYTES, 0));
-        assert!(before.at_once_bytes > 0);
-        assert_eq!(["a", "b"].map(|zone| populated_bytes(&ram, zone)), [ZONE_BYTES; 2]);
+        assert_eq!(populate(&config, &ram, &["a", "b"]), [(ZONE_BYTES, true); 2]);
     }
 
     #[test]
     fn what_prefault_populates_is_left_to_it() {
-        for (mode, elsewhere_bytes, left_bytes) in [
-            (json!(true), 0, 0),
-            (json!("background"), 0, ZONE_BYTES),
-            (json!("background"), ZONE_BYTES / 4, ZONE_BYTES / 4 * 3),
-        ] {
+        for mode in [json!(true), json!("background")] {
             let (config, ram) = memory(&mode);
-            let before = populate(&config, &ram, elsewhere_bytes).unwrap();
-            assert_eq!((before.bytes, before.left_bytes), (ZONE_BYTES, left_bytes), "{mode}");
-            assert_eq!(["a", "b"].map(|zone| populated_bytes(&ram, zone)), [ZONE_BYTES, 0]);
+            let there = populate(&config, &ram, &["a", "b"]);
+            assert_eq!(there, [(ZONE_BYTES, true), (0, false)], "{mode}");
         }
     }
 
@@ -382,10 +342,8 @@ mod tests {
         let ram = of_zones(vec![zone("a", ZONE_BYTES), zone("b", ZONE_BYTES), devices]);
         let gpa = ram.regions().last().unwrap().gpa();
         ram.plug(&(gpa..gpa + ZONE_BYTES)).unwrap();
-        let before = populate(&config(&json!(true)), &ram, 0).unwrap();
-        assert_eq!((before.bytes, before.left_bytes), (2 * ZONE_BYTES, 0));
-        let populated = ["a", "b", &later].map(|zone| populated_bytes(&ram, zone));
-        assert_eq!(populated, [ZONE_BYTES, 0, ZONE_BYTES]);
+        let there = populate(&config(&json!(true)), &ram, &["a", "b", &later]);
+        assert_eq!(there, [(ZONE_BYTES, true), (0, false), (ZONE_BYTES, true)]);
     }
 
     #[test]
@@ -416,29 +374,17 @@ mod tests {
         };
         let chunk_bytes = options.chunk_bytes;
         let ended = work.run(&options).unwrap_err();
-        assert!(matches!(ended, PrefaultError::Cancelled { .. }), "{ended}");
-        assert_eq!(work.done_bytes.load(Ordering::Relaxed), chunk_bytes);
-        assert_eq!(work.begun.get().unwrap().1, chunk_bytes);
+        let PrefaultError::Cancelled { done_bytes, .. } = ended else { panic!("{ended}") };
+        assert_eq!(done_bytes, chunk_bytes);
     }
 
     #[test]
-    fn the_time_that_it_takes_ends_when_all_is_done() {
-        let (config, ram) = memory(&json!("background"));
-        let early = EarlyPopulating::start(&config, &ram, false);
-        wait_for_end(early.as_ref());
-        let took = || early.as_ref().unwrap().populated(0).unwrap().took;
-        let first = took();
-        assert!(first > Duration::ZERO);
-        assert_eq!(took(), first);
-    }
-
-    /// How it ends that the host refuses the chunk with this number, and what can be said of it.
-    fn refused_at(chunk: usize) -> (Option<PopulatedBefore>, bool) {
+    fn after_a_failure_the_thread_that_maps_checks_again() {
         let (_, ram) = memory(&json!(false));
         let work = work(&ram);
         let count = AtomicU64::new(0);
         let on_chunk = move |_: &_, _| {
-            let is_refused = count.fetch_add(1, Ordering::Relaxed) == chunk as u64;
+            let is_refused = count.fetch_add(1, Ordering::Relaxed) == 2;
             if is_refused { Err(HookError::from("a test")) } else { Ok(()) }
         };
         let options = PrefaultOptions {
@@ -448,19 +394,7 @@ mod tests {
         };
         let failed = work.run(&options).unwrap_err();
         assert!(matches!(failed, PrefaultError::Hook { .. }), "{failed}");
-        let early = EarlyPopulating { thread: None, work };
-        (early.populated(0), early.is_checked())
-    }
-
-    #[test]
-    fn of_a_failure_it_is_known_what_was_done_before() {
-        let chunk_bytes = PrefaultOptions::default().chunk_bytes;
-        assert_eq!(refused_at(0), (None, false), "the thread that maps checks again");
-        let (before, is_checked) = refused_at(2);
-        let before = before.unwrap();
-        let all_bytes = 2 * ZONE_BYTES;
-        assert_eq!((before.bytes, is_checked), (2 * chunk_bytes, false));
-        assert_eq!(before.left_bytes, all_bytes - before.bytes);
+        assert!(!EarlyPopulating { thread: None, work }.is_checked());
     }
 
     #[test]
@@ -469,13 +403,14 @@ mod tests {
         let work = work(&ram);
         work.is_stopped.store(true, Ordering::Relaxed);
         work.run(&PrefaultOptions::default()).unwrap();
-        assert!(work.is_checked.load(Ordering::Relaxed) && work.begun.get().is_none());
+        assert!(work.is_checked.load(Ordering::Relaxed));
+        assert_eq!((populated_bytes(&ram, "a"), populated_bytes(&ram, "b")), (0, 0));
     }
 
     /// How populating `ram` ends that is told to stop before the first page, after what was done early.
     fn stopped_at_once(ram: GuestRam, early: Option<EarlyPopulating>) -> PrefaultError {
         let populator = RamPopulator::new(GuestRamPopulator::new(Arc::new(ram), None), early);
-        let begun = |_: PopulateHelper| {};
+        let begun = |_: PopulateBegun| {};
         let how = Populating {
             chunk_bytes: 64 << 20,
             on_chunk: Arc::new(|_, _| Err(HookError::from("it was not stopped"))),
@@ -484,10 +419,11 @@ mod tests {
             spares_mmap_lock: true,
             is_checked: false,
             begun: &begun,
+            meanwhile: &|| {},
         };
         populator.prepare();
         let early = populator.early.lock().as_ref().map(|early| Arc::clone(&early.work));
-        assert!(early.is_none_or(|work| work.ended.lock().is_some()), "it still runs");
+        assert!(early.is_none_or(|work| *work.ended.lock()), "it still runs");
         let error = populator.populate(how).unwrap_err();
         assert!(populator.early.lock().is_none(), "it has its threads still");
         error
@@ -514,7 +450,7 @@ mod tests {
         assert!(matches!(ended, PrefaultError::Cancelled { .. }), "{ended}");
 
         let (config, ram) = huge();
-        assert_eq!(populate(&config, &ram, 0), None, "nothing is populated");
+        assert_eq!(populate(&config, &ram, &["a"]), [(0, false)], "nothing is populated");
         let early = EarlyPopulating::start(&config, &ram, true);
         let refused = stopped_at_once(ram, early);
         assert!(matches!(refused, PrefaultError::InsufficientMemory(_)), "{refused}");

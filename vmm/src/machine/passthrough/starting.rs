@@ -13,8 +13,7 @@ use std::time::Instant;
 
 use memory::GuestRam;
 use pci::{Bdf, PciDevice};
-use vfio::pin_time::PopulatedBefore;
-use vfio::{HostFunction, VfioError, VfioPciDevice, pin_time};
+use vfio::{HostFunction, VfioError, VfioPciDevice};
 
 use super::opening::{Opened, PendingDevice, report_opened};
 use super::{DiscardingDevices, Passthrough, PassthroughError, no_device};
@@ -64,22 +63,13 @@ impl<'a> Place<'a> {
 pub struct DeviceStart<'a> {
     /// Until memory is being mapped.
     discarding: Option<DiscardingDevices>,
-    /// How much a background prefault has populated.
-    background_bytes: &'a dyn Fn() -> u64,
-    /// What was populated when mapping began.
-    before: Option<PopulatedBefore>,
     cancel: &'a CancelToken,
 }
 
 impl<'a> DeviceStart<'a> {
-    /// Of a guest that has begun. `background_bytes`: how much a background prefault has populated. `cancel` ends every
-    /// wait.
-    pub fn new(
-        discarding: DiscardingDevices,
-        background_bytes: &'a dyn Fn() -> u64,
-        cancel: &'a CancelToken,
-    ) -> Self {
-        Self { discarding: Some(discarding), background_bytes, before: None, cancel }
+    /// Of a guest that has begun. `cancel` ends every wait.
+    pub fn new(discarding: DiscardingDevices, cancel: &'a CancelToken) -> Self {
+        Self { discarding: Some(discarding), cancel }
     }
 }
 
@@ -115,6 +105,11 @@ impl Passthrough {
             let now = Instant::now();
             self.receive_those_open(place, start)?;
             let Some(next) = self.pending.first() else { return Ok(()) };
+            // The event of that waits until the machine is made, and the guest looks for its devices before.
+            if let Some(left) = self.watched.take_long() {
+                self.withhold_unseen(place.segments, left);
+                continue;
+            }
             if start.cancel.is_cancelled() {
                 return Err(PassthroughError::Cancelled);
             }
@@ -145,6 +140,7 @@ impl Passthrough {
             self.arrived.push(ArrivedDevice { order, bdf, pin, device });
             self.begin_to_map(place.ram, start)?;
         }
+        self.release_hold();
         Ok(())
     }
 
@@ -173,7 +169,6 @@ impl Passthrough {
     ) -> Result<(), PassthroughError> {
         let Some(discarding) = start.discarding.take() else { return Ok(()) };
         self.stop_early_populating();
-        start.before = self.populated_early((start.background_bytes)());
         self.map_memory(ram, discarding, start.cancel)
     }
 
@@ -208,11 +203,12 @@ impl Passthrough {
         segments: &Segments,
         start: &DeviceStart<'_>,
     ) -> Result<(), PassthroughError> {
+        let bars = self.time_for_bars();
         let Self { arrived, devices, withheld, pinning, .. } = self;
         arrived.sort_by_key(|arrived| arrived.order);
         // They were received in the order in which they were open.
         devices.sort_by_key(|(bdf, _)| arrived.iter().position(|arrived| arrived.bdf == *bdf));
-        let mut is_too_long = None;
+        let (mut is_too_long, mut watched) = (None, Vec::new());
         for ArrivedDevice { bdf, pin, device, .. } in &*arrived {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             let is_withheld = match pin {
@@ -221,7 +217,7 @@ impl Passthrough {
                 PinMode::Auto => *is_too_long.get_or_insert_with(|| {
                     pinning.as_ref().is_some_and(|pinning| {
                         let is_cancelled = || start.cancel.is_cancelled();
-                        pin_time::is_too_long(pinning, start.before, is_cancelled)
+                        pinning.is_too_long(bars, is_cancelled)
                     })
                 }),
             };
@@ -229,12 +225,15 @@ impl Passthrough {
                 log::info!("the guest finds '{}' once memory is mapped", on_bus.id());
                 segments.hide(*bdf);
                 withheld.add(*bdf);
+            } else if *pin == PinMode::Auto {
+                watched.push(*bdf);
             }
             segments
                 .deliver(&on_bus, *bdf)
                 .map_err(|source| PassthroughError::Bus { id: on_bus.id().to_owned(), source })?;
         }
         arrived.clear();
+        self.watch_forecast(watched, bars);
         if self.withholds_any() {
             // Memory may be mapped already.
             (self.sink)(GuestEvent::WithheldDevice);
@@ -334,7 +333,7 @@ pub(super) mod tests {
             new_host(&self.passthrough)
         }
 
-        fn receive(
+        pub(in super::super) fn receive(
             &mut self,
             start: &mut DeviceStart<'_>,
             until: Option<Instant>,
@@ -344,10 +343,23 @@ pub(super) mod tests {
             passthrough.receive_opened_at(&place, start, until)
         }
 
+        /// Waits until a device is open that the start waits for.
+        pub(in super::super) fn await_pending(&self, id: &str) {
+            let pending = self.passthrough.pending.iter().find(|pending| pending.id == id);
+            pending.unwrap().wait(PATIENCE);
+        }
+
+        /// Receives the devices that are open.
+        pub(in super::super) fn receive_now(&mut self) {
+            let cancel = CancelToken::default();
+            let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
+            self.receive(&mut start, Some(Instant::now())).unwrap();
+        }
+
         /// The start of the guest goes on without what is not open yet.
         pub(in super::super) fn start_without_late(&mut self) {
             let cancel = CancelToken::default();
-            let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+            let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
             self.receive(&mut start, Some(Instant::now())).unwrap();
             self.passthrough.withhold_late(&self.segments);
             self.passthrough.put_on_bus(&self.segments, &start).unwrap();
@@ -371,7 +383,7 @@ pub(super) mod tests {
         let (_never, gives) =
             (made.expect("one", 7, PinMode::Auto), made.expect("two", 8, PinMode::Auto));
         let cancel = CancelToken::default();
-        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
         made.receive(&mut start, Some(Instant::now())).unwrap();
         assert!(made.passthrough.progress().is_none(), "there is nothing to map for");
         gives.send(made.host()).unwrap();
@@ -391,7 +403,7 @@ pub(super) mod tests {
             let gives =
                 [7, 8].map(|number| made.expect(&number.to_string(), number, PinMode::Auto));
             let cancel = CancelToken::default();
-            let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+            let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
             for at in if is_in_order { [0, 1] } else { [1, 0] } {
                 gives[at].send(made.host()).unwrap();
                 let id = (7 + at).to_string();
@@ -416,7 +428,7 @@ pub(super) mod tests {
             (made.expect("one", 7, PinMode::Auto), made.expect("two", 8, PinMode::Announce));
         drop(fails);
         let cancel = CancelToken::default();
-        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
         let failed = made.receive(&mut start, None).unwrap_err();
         assert!(matches!(&failed, PassthroughError::Device { id, .. } if id == "two"), "{failed}");
         assert!(!made.sees(8), "no vCPU waits for it");
@@ -427,7 +439,7 @@ pub(super) mod tests {
         let mut made = Made::new(FakeTarget::default());
         let _never = made.expect("one", 7, PinMode::Auto);
         let cancel = CancelToken::default();
-        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
         let soon = Instant::now() + Duration::from_millis(30);
         made.receive(&mut start, Some(soon)).unwrap();
         assert!(Instant::now() >= soon && !made.passthrough.pending.is_empty());
@@ -488,7 +500,7 @@ pub(super) mod tests {
         gives.send(made.host()).unwrap();
         made.passthrough.pending[0].wait(PATIENCE);
         let cancel = CancelToken::default();
-        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
         made.receive(&mut start, Some(Instant::now())).unwrap();
         made.passthrough.withhold_late(&made.segments);
         made.passthrough.put_on_bus(&made.segments, &start).unwrap();
@@ -507,7 +519,7 @@ pub(super) mod tests {
         gives.send(made.host()).unwrap();
         made.passthrough.pending[1].wait(PATIENCE);
         let cancel = CancelToken::default();
-        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &cancel);
         made.receive(&mut start, Some(Instant::now())).unwrap();
         assert_eq!(made.passthrough.arrived.len(), 1);
         made.passthrough.release_numbers(&made.segments);
