@@ -10,11 +10,12 @@ use serde_json::Value;
 /// By crate, the crates of the workspace that it depends on.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// Packages that only tests and benchmarks are made of.
-const TEST_PACKAGES: [&str; 6] = [
+/// Packages that are in no program: of tests and benchmarks, and what writes texts of Debian's packages.
+const NOT_SHIPPED: [&str; 7] = [
     "godwit-bench",
     "guest-reader",
     "native-tests",
+    "package-texts",
     "test-skip",
     "vfio-user-device",
     "vhost-user-disk",
@@ -43,7 +44,7 @@ fn workspace() -> Imports {
     let name = |value: &Value| value["name"].as_str().expect("a name").to_owned();
     let packages: BTreeSet<String> = names(&metadata["packages"]).map(name).collect();
     names(&metadata["packages"])
-        .filter(|package| !TEST_PACKAGES.contains(&name(package).as_str()))
+        .filter(|package| !NOT_SHIPPED.contains(&name(package).as_str()))
         .map(|package| {
             let imports = names(&package["dependencies"])
                 .filter(|dependency| dependency["kind"].is_null())
@@ -85,7 +86,7 @@ fn the_table_of_crates_is_true() {
 fn external() -> BTreeSet<String> {
     let metadata = metadata();
     names(&metadata["packages"])
-        .filter(|package| !TEST_PACKAGES.contains(&package["name"].as_str().expect("a name")))
+        .filter(|package| !NOT_SHIPPED.contains(&package["name"].as_str().expect("a name")))
         .flat_map(|package| names(&package["dependencies"]))
         .filter(|dependency| dependency["kind"] != "dev" && dependency["path"].is_null())
         // Loom replaces the standard library's atomics in models alone.

@@ -53,7 +53,8 @@ const OWN: &[&str] = &[
     "FILE_BYTES_MAX",
     "HOST_BYTES_MAX",
     "PATH_BYTES_MAX",
-    // Sizes of records that this side makes, and of pieces that it sends.
+    // Sizes of records that this side makes, and of pieces that it sends or places.
+    "CONTENTS_PAGES_MAX",
     "OVERHEAD_BYTES_MAX",
     "PLAIN_BYTES_MAX",
     "RECORDS_MAX",
@@ -64,6 +65,7 @@ const OWN: &[&str] = &[
     // Steps of a source's own work, what it queues, and defaults.
     "AGAIN_BYTES_MAX",
     "AHEAD_MAX",
+    "ASKED_MAX",
     "BULK_CHUNK_TIME",
     "DOWNTIME_MAX_FACTOR",
     "FRAME_PERCENT_MAX",
@@ -79,7 +81,6 @@ const OWN: &[&str] = &[
     "TIMEOUT_DEFAULT",
     "UNANSWERED_MAX",
     "UNITS_MAX",
-    "URGENT_CONNECTIONS_FOR_VCPUS_MAX",
     // Characters of a name in a message.
     "SHOWN_MAX",
     // Turns of a socket device.

@@ -2,15 +2,19 @@
 
 //! `cloud-hypervisor`: runs a VMM. See [`godwit::cli`] for the command line and exit codes.
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
 use godwit::cli::launch::{self, Launch, PageServerArgs, RunArgs};
 use godwit::cli::log_format::LogFormat;
-use godwit::cli::{logger, print_line};
+use godwit::cli::logger::Before;
+use godwit::cli::{logger, print_line, write_out};
+use vmm::descriptor_limit;
 use vmm::events::{self, EventTarget};
 use vmm::page_server::{self, PageServerOptions};
 use vmm::panicking;
+use vmm::preflight;
 use vmm::sandbox::{self, Process};
 
 fn main() -> ExitCode {
@@ -28,7 +32,30 @@ fn main() -> ExitCode {
             print_line(&text);
             Ok(())
         }
-        Ok(Launch::Run(args)) => run(*args),
+        Ok(Launch::Check(args)) => match args.report() {
+            Ok((text, code)) => {
+                print_line(&text);
+                return ExitCode::from(code);
+            }
+            Err(error) => Err(usage(&error)),
+        },
+        Ok(Launch::CpuBaseline(reports)) => match preflight::common_baseline(&reports) {
+            Ok((baseline, notes)) => {
+                eprint!("{notes}");
+                let written = write_out(&format!("{baseline}\n"));
+                written.map(drop).map_err(|error| Failure::failed(&error))
+            }
+            Err(error) => Err(Failure::failed(&error)),
+        },
+        Ok(Launch::Run(args)) => {
+            let starter = args.starter();
+            run(*args).inspect_err(|failure| {
+                if let Some(mut starter) = starter {
+                    // It may have ended.
+                    let _ = starter.write_all(failure.message.as_bytes());
+                }
+            })
+        }
         Ok(Launch::ServePages(args)) => serve_pages(args),
         Err(error) => Err(usage(&error)),
     };
@@ -51,9 +78,11 @@ fn log_format(text: Option<&str>, program: &str) -> Result<LogFormat, Failure> {
 }
 
 fn run(args: RunArgs) -> Result<(), Failure> {
+    descriptor_limit::raise();
     sandbox::begin(Process::Vmm, args.seccomp).map_err(|error| Failure::failed(&error))?;
     let format = log_format(args.log_format.as_deref(), "cloud-hypervisor")?;
-    let log = logger::start(format, args.verbosity, args.log_file.as_deref())
+    let before = if args.successor.is_some() { Before::Kept } else { Before::Truncated };
+    let log = logger::start(format, args.verbosity, args.log_file.as_deref(), before)
         .map_err(|e| Failure::failed(&e))?;
     panicking::end_with_process();
     if args.confines_nothing {
@@ -78,7 +107,8 @@ fn serve_pages(args: PageServerArgs) -> Result<(), Failure> {
     sandbox::begin(Process::PageServer, args.seccomp).map_err(|error| Failure::failed(&error))?;
     events::continue_clock(args.uptime);
     let format = log_format(args.log_format.as_deref(), "page-server")?;
-    logger::start(format, args.verbosity, None).map_err(|e| Failure::failed(&e))?;
+    logger::start(format, args.verbosity, None, Before::Truncated)
+        .map_err(|e| Failure::failed(&e))?;
     if let Some(target) = args.event_monitor {
         let target = EventTarget::parse(&target).map_err(|error| usage(&error))?;
         events::start(target).map_err(|error| Failure::failed(&error))?;

@@ -16,7 +16,8 @@ fn main() -> ExitCode {
     let result = sandbox::begin(Process::PrezeroPool, call.seccomp)
         .map_err(|error| Failure::failed(&error))
         .and_then(|()| {
-            logger::start(LogFormat::default_of("prezero-pool"), call.verbosity, None)
+            let format = LogFormat::default_of("prezero-pool");
+            logger::start(format, call.verbosity, None, logger::Before::Truncated)
                 .map_err(|error| Failure::failed(&error))
         })
         .and_then(|_| call.carry_out().map_err(|error| Failure::failed(&error)));

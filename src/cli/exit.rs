@@ -8,8 +8,10 @@
 //! | 1 | failure: the VM could not be started or ended with an error; for `ch-remote`, no answer or a refusal |
 //! | 2 | invalid command line: nothing was started, nothing was sent |
 //! | 3 | `ch-remote --wait`, `--watch`: the migration was cancelled, the guest runs at the source |
-//! | 4 | `ch-remote --wait`, `--watch`: an operator must check where the guest is and whether its memory is complete |
+//! | 4 | `ch-remote --wait`, `--watch`, `upgrade`: an operator must check where the guest is and whether its memory is complete |
 //! | 5 | `ch-remote --timeout`: there was no answer in time; the request may still be carried out |
+//! | 6 | `cloud-hypervisor --check`: the VM would not start on this host |
+//! | 7 | `ch-remote migrate-check`: the migration would not succeed |
 //!
 //! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
 
@@ -35,6 +37,10 @@ pub const CANCELLED: u8 = 3;
 pub const LOOK: u8 = 4;
 /// No answer within the time limit.
 pub const TIMEOUT: u8 = 5;
+/// The host lacks what a VM needs to start.
+pub const LACKING: u8 = 6;
+/// A migration that was checked would not succeed.
+pub const NOT_POSSIBLE: u8 = 7;
 
 /// An error that ends a program.
 #[derive(Debug)]

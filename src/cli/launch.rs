@@ -6,11 +6,14 @@
 //! themselves are in `options`. It must never start anything.
 
 use std::ffi::OsString;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ArgMatches;
 use thiserror::Error;
+use vmm::api::socket::parse_metrics;
+use vmm::api::successor::SuccessorArgs;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::api::{ApiSocket, SocketError};
 use vmm::config::family::Family as _;
@@ -19,7 +22,9 @@ use vmm::config::option_string::OptionError;
 use vmm::config::{ConfigError, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{ChildLogging, SeccompMode, VmmOptions};
+use vmm::preflight::Severity;
 
+use super::exit;
 use super::options::{ELSEWHERE, VM_OPTIONS, command};
 
 /// The action that the command line requests.
@@ -27,10 +32,38 @@ use super::options::{ELSEWHERE, VM_OPTIONS, command};
 pub enum Launch {
     /// Print this text and exit.
     Print(String),
+    /// Report what the host lacks for a VM, and exit.
+    Check(Box<CheckArgs>),
+    /// Print what the hosts of these reports have in common, and exit.
+    CpuBaseline(Vec<PathBuf>),
     /// Run a VMM.
     Run(Box<RunArgs>),
     /// Run as the page server of a VMM.
     ServePages(PageServerArgs),
+}
+
+/// Arguments of `--check`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct CheckArgs {
+    /// The VM, which need not have anything to boot.
+    pub vm: VmParams,
+    /// Value of `--seccomp`.
+    pub seccomp: SeccompMode,
+    /// Whether the report is to be JSON.
+    pub is_json: bool,
+}
+
+impl CheckArgs {
+    /// The report, and the exit code.
+    ///
+    /// # Errors
+    /// The configuration is invalid.
+    pub fn report(self) -> Result<(String, u8), LaunchError> {
+        let config = self.vm.into_config_to_check().map_err(LaunchError::Config)?;
+        let report = vmm::preflight::run(config, self.seccomp);
+        let code = if report.verdict == Severity::Fails { exit::LACKING } else { exit::OK };
+        Ok((if self.is_json { report.json() } else { report.text() }, code))
+    }
 }
 
 /// Arguments of a page server, given by the VMM that starts it.
@@ -63,6 +96,8 @@ pub struct RunArgs {
     pub event_monitor: Option<String>,
     /// Value of `--api-socket`.
     pub api_socket: Option<String>,
+    /// Value of `--metrics`.
+    pub metrics: Option<String>,
     /// Value of `--seccomp`.
     pub seccomp: SeccompMode,
     /// Whether `--no-shutdown` is given.
@@ -73,6 +108,8 @@ pub struct RunArgs {
     pub vm: Option<VmParams>,
     /// Value of `--restore`.
     pub restore: Option<String>,
+    /// Value of `--successor`.
+    pub successor: Option<String>,
 }
 
 /// Errors in a command line that clap accepts.
@@ -84,6 +121,9 @@ pub enum LaunchError {
     /// `--api-socket` is invalid.
     #[error("the API socket cannot be opened")]
     ApiSocket(#[source] SocketError),
+    /// `--metrics` is invalid.
+    #[error("metrics cannot be served")]
+    Metrics(#[source] SocketError),
     /// `--restore` cannot be parsed.
     #[error("the value of --restore cannot be parsed")]
     Restore(#[source] OptionError),
@@ -115,12 +155,28 @@ pub enum LaunchError {
         /// The option.
         option: String,
     },
+    /// `--successor` is invalid.
+    #[error("no place of another process can be taken")]
+    Successor(#[source] SocketError),
+    /// `--successor` with a VM of the command line, or without a socket of its own.
+    #[error(
+        "--successor takes a VM that comes over the API: it needs --api-socket path=PATH, and no other VM"
+    )]
+    SuccessorOfNothing,
+    /// `--check` looks at a VM of the command line only.
+    #[error("--check takes the VM from the command line, so --restore cannot be given with it")]
+    CheckOfSnapshot,
     /// The command line requests nothing.
     #[error("nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
     Nothing,
 }
 
 impl RunArgs {
+    /// The other end of the starter's socket, if there is one.
+    pub fn starter(&self) -> Option<UnixStream> {
+        self.successor.as_deref().and_then(SuccessorArgs::starter)
+    }
+
     /// Opens inherited descriptors and parses the configuration.
     ///
     /// # Errors
@@ -138,6 +194,11 @@ impl RunArgs {
             .map(|text| EventTarget::parse(&text))
             .transpose()
             .map_err(LaunchError::Events)?;
+        let metrics = self
+            .metrics
+            .map(|text| parse_metrics(&text))
+            .transpose()
+            .map_err(LaunchError::Metrics)?;
         let restore = self
             .restore
             .map(|text| RestoreConfig::parse(&text))
@@ -146,11 +207,24 @@ impl RunArgs {
         if let Some(restore) = &restore {
             restore.directory().map_err(LaunchError::RestoreUrl)?;
         }
+        let successor = self
+            .successor
+            .map(|text| SuccessorArgs::parse(&text))
+            .transpose()
+            .map_err(LaunchError::Successor)?;
         let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
         let (verbosity, log_format) = (self.verbosity, self.log_format);
         let child_logging = ChildLogging { verbosity, log_format, log: None };
-        let options =
-            VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown, child_logging };
+        let options = VmmOptions {
+            api_socket,
+            metrics,
+            initial_vm,
+            restore,
+            seccomp,
+            no_shutdown,
+            child_logging,
+            successor,
+        };
         Ok((options, events))
     }
 }
@@ -196,6 +270,16 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
     if let Some(option) = ELSEWHERE.iter().find(|name| matches.contains_id(name)) {
         return Err(LaunchError::Unsupported { option: (*option).to_owned() });
     }
+    if let Some(reports) = matches.get_many::<PathBuf>("cpu-baseline") {
+        return Ok(Launch::CpuBaseline(reports.cloned().collect()));
+    }
+    if let Some(form) = one("check") {
+        if matches.contains_id("restore") {
+            return Err(LaunchError::CheckOfSnapshot);
+        }
+        let (vm, is_json) = (params(matches), form == "json");
+        return Ok(Launch::Check(Box::new(CheckArgs { vm, seccomp, is_json })));
+    }
     const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
     if matches.contains_id("restore")
         && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
@@ -216,14 +300,20 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         log_format: one("log-format"),
         event_monitor: one("event-monitor"),
         api_socket: one("api-socket"),
+        metrics: one("metrics"),
         seccomp,
         no_shutdown: matches.get_flag("no-shutdown"),
         confines_nothing: vm.is_none() && matches.get_flag("landlock"),
         vm,
         restore: one("restore"),
+        successor: one("successor"),
     };
     if run.vm.is_none() && run.restore.is_none() && run.api_socket.is_none() {
         return Err(LaunchError::Nothing);
+    }
+    let has_path = run.api_socket.as_ref().is_some_and(|socket| !socket.starts_with("fd="));
+    if run.successor.is_some() && (run.vm.is_some() || run.restore.is_some() || !has_path) {
+        return Err(LaunchError::SuccessorOfNothing);
     }
     Ok(Launch::Run(Box::new(run)))
 }
@@ -318,6 +408,20 @@ mod tests {
     }
 
     #[test]
+    fn metrics_have_a_socket_with_a_path() {
+        let path = |line: &str| run(line).into_options().map(|(options, _)| options.metrics);
+        assert_eq!(path("--kernel k --metrics unix:/m").unwrap(), Some("/m".into()));
+        assert_eq!(path("--kernel k").unwrap(), None);
+        for bad in ["/m", "unix:", "tcp:127.0.0.1:1", "path=/m"] {
+            let refused = path(&format!("--kernel k --metrics {bad}")).unwrap_err();
+            let text = error_text::chain(&refused);
+            assert!(text.ends_with(&format!("'{bad}' is not unix:<path>")), "{text}");
+        }
+        // By itself it is nothing to do.
+        assert!(matches!(error("--metrics unix:/m"), LaunchError::Nothing));
+    }
+
+    #[test]
     fn a_clock_needs_no_value() {
         let clock = |line: &str| {
             let (options, _) = run(line).into_options().unwrap();
@@ -327,6 +431,37 @@ mod tests {
         assert_eq!(clock("--rtc --kernel /k").as_deref(), Some("__rtc"));
         assert_eq!(clock("--kernel /k --rtc").as_deref(), Some("__rtc"));
         assert_eq!(clock("--kernel /k --rtc id=clock").as_deref(), Some("clock"));
+    }
+
+    #[test]
+    fn a_check_needs_nothing_to_boot_and_takes_the_options_of_a_vm() {
+        let check = |line: &str| {
+            let line = std::iter::once("cloud-hypervisor").chain(line.split(' '));
+            match parse(line).unwrap().unwrap() {
+                Launch::Check(args) => *args,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(check("--check"), CheckArgs { vm: VmParams::default(), ..CheckArgs::default() });
+        let args = check("--check=json --memory size=1G --device path=/d --seccomp false");
+        assert!(args.is_json && args.seccomp == SeccompMode::Off);
+        assert_eq!(args.vm.devices, ["path=/d"]);
+        assert!(!check("--check --kernel /k").is_json);
+        let bad = check("--check --memory size=0").report().unwrap_err();
+        assert!(matches!(bad, LaunchError::Config(_)), "{bad:?}");
+        let snapshot = error("--check --restore source_url=file:///x");
+        assert!(matches!(snapshot, LaunchError::CheckOfSnapshot));
+        assert!(parse(["cloud-hypervisor", "--check=xml"]).is_err());
+    }
+
+    #[test]
+    fn a_baseline_is_made_of_files() {
+        match parse("cloud-hypervisor --cpu-baseline a b".split(' ')).unwrap().unwrap() {
+            Launch::CpuBaseline(paths) => assert_eq!(paths, [PathBuf::from("a"), "b".into()]),
+            other => panic!("{other:?}"),
+        }
+        assert!(parse(["cloud-hypervisor", "--cpu-baseline"]).is_err());
+        assert!(parse("cloud-hypervisor --cpu-baseline a --kernel /k".split(' ')).is_err());
     }
 
     #[test]
@@ -348,6 +483,22 @@ mod tests {
         assert!(parse(["cloud-hypervisor", "--page-server", "1"]).is_err());
         let help = command(true).render_long_help().to_string();
         assert!(!help.contains("page-server"), "only VMMs start them");
+        assert!(!help.contains("--successor"), "only ch-remote starts them");
+    }
+
+    #[test]
+    fn a_successor_has_a_socket_of_its_own_and_no_vm() {
+        let own = run("--api-socket path=/s --successor fd=3,suffix=.x -v --seccomp log");
+        assert_eq!(own.successor.as_deref(), Some("fd=3,suffix=.x"));
+        for line in [
+            "--api-socket fd=4 --successor fd=3,suffix=.x",
+            "--api-socket /s --successor fd=3,suffix=.x --kernel /k",
+            "--api-socket /s --successor fd=3,suffix=.x --restore source_url=file:///x",
+        ] {
+            assert!(matches!(error(line), LaunchError::SuccessorOfNothing), "{line}");
+        }
+        let bad = run("--api-socket /s --successor fd=99999,suffix=.x").into_options().unwrap_err();
+        assert!(matches!(bad, LaunchError::Successor(_)), "{bad}");
     }
 
     #[test]

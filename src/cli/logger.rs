@@ -94,9 +94,18 @@ impl Log for Logger {
     }
 }
 
+/// What a log file keeps of what it has had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Before {
+    /// Nothing.
+    Truncated,
+    /// All: it is the log of a process whose place this one takes, and which still writes to it.
+    Kept,
+}
+
 /// Creates or truncates a file. A named pipe or other file with a reader is neither truncated nor waited
-/// for.
-fn create(path: &Path) -> io::Result<File> {
+/// for. Lines of two processes that write to one file do not overwrite each other.
+fn create(path: &Path, before: Before) -> io::Result<File> {
     if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
         let open = |with_read: bool| {
             let mut options = File::options();
@@ -109,7 +118,11 @@ fn create(path: &Path) -> io::Result<File> {
             opened => opened,
         };
     }
-    File::create(path)
+    let file = File::options().append(true).create(true).open(path)?;
+    if before == Before::Truncated {
+        file.set_len(0)?;
+    }
+    Ok(file)
 }
 
 /// Starts logging. Returns the log file, for child processes that log to it as well.
@@ -120,11 +133,12 @@ pub fn start(
     format: LogFormat,
     verbosity: u8,
     file: Option<&Path>,
+    before: Before,
 ) -> Result<Option<Arc<File>>, LogError> {
     let file = file
         .map(|path| {
             let failed = |source| LogError::Create { path: path.display().to_string(), source };
-            create(path).map(Arc::new).map_err(failed)
+            create(path, before).map(Arc::new).map_err(failed)
         })
         .transpose()?;
     // Later threads cannot open its file.
@@ -150,6 +164,21 @@ pub fn start(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_processes_may_have_one_log_file() {
+        let path = std::env::temp_dir().join(format!("godwit-log-{}", std::process::id()));
+        let text = || fs::read_to_string(&path).expect("a file");
+        let mut first = create(&path, Before::Truncated).expect("a file");
+        first.write_all(b"first\n").expect("room");
+        let mut second = create(&path, Before::Kept).expect("a file");
+        second.write_all(b"second\n").expect("room");
+        first.write_all(b"third\n").expect("room");
+        assert_eq!(text(), "first\nsecond\nthird\n");
+        create(&path, Before::Truncated).expect("a file");
+        assert_eq!(text(), "");
+        fs::remove_file(&path).expect("it is there");
+    }
 
     #[test]
     fn a_line_names_time_thread_level_and_place() {

@@ -3,8 +3,8 @@
 //! The keys of an option as `--help` shows them: each with its meaning, default, range and unit, on
 //! lines that fit the terminal.
 //!
-//! Owns the layout. Every word comes from the definitions of the options; it must never contain text
-//! about a particular one.
+//! Owns what is said of a key, here and in the man pages, and the layout of `--help`. Every word comes from the
+//! definitions of the options; it must never contain text about a particular one.
 
 use std::fmt::Write as _;
 
@@ -12,6 +12,8 @@ use clap::{Arg, ArgAction};
 use vmm::config::Family;
 use vmm::config::family::{FamilyInfo, FieldInfo};
 use vmm::config::reference::help;
+
+use super::terminal;
 
 /// Line width if the terminal reports none, and the range within which its width is used.
 const WIDTH_DEFAULT: usize = 80;
@@ -26,13 +28,7 @@ const CLAP_INDENT: usize = 10;
 
 /// Line width for help texts: that of the terminal, if stdout is one.
 pub fn width() -> usize {
-    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the kernel writes one winsize, which lives across the call, or nothing.
-    let known = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) } == 0;
-    match usize::from(size.ws_col) {
-        columns if known && columns > 0 => columns.clamp(WIDTH_MIN, WIDTH_MAX),
-        _ => WIDTH_DEFAULT,
-    }
+    terminal::size().map_or(WIDTH_DEFAULT, |size| size.columns.clamp(WIDTH_MIN, WIDTH_MAX))
 }
 
 /// Text wrapped to lines of at most `width`, indented by `indent` spaces; a longer word has its own line.
@@ -84,49 +80,72 @@ fn unit_of(key: &str, value: Option<&str>) -> Option<&'static str> {
     }
 }
 
-/// Descriptions of all keys of a family.
-pub fn keys(info: &FamilyInfo, width: usize) -> String {
-    let mut out = String::from("Keys (key=value,key=value):\n");
-    let mut refused = Vec::new();
+/// A key of an option string as the help and the man pages describe it.
+pub struct KeyText {
+    /// `key=value`, or a word alone; of several, any does.
+    pub syntax: Vec<String>,
+    /// Its meaning, with default, range and unit in brackets.
+    pub meaning: String,
+}
+
+/// All keys of a family.
+pub struct KeyTexts {
+    /// Those that can be given.
+    pub known: Vec<KeyText>,
+    /// Those that this version refuses by name.
+    pub refused: Vec<&'static str>,
+}
+
+/// Text on one line.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What is said of the keys of a family.
+pub fn described(info: &FamilyInfo) -> KeyTexts {
+    let mut texts = KeyTexts { known: Vec::new(), refused: Vec::new() };
     for field in info.fields.iter().filter(|field| !field.spec.hidden) {
         if field.spec.unsupported {
-            refused.extend(field.keys.iter().map(|key| key.key));
+            texts.refused.extend(field.keys.iter().map(|key| key.key));
             continue;
         }
-        let names: Vec<String> = field
+        let syntax: Vec<String> = field
             .keys
             .iter()
             .map(|key| key.value.map_or(key.key.to_owned(), |value| format!("{}={value}", key.key)))
             .collect();
         let Some(first) = field.keys.first() else { continue };
-        let _ = writeln!(out, "  {}", names.join(" | "));
         let range = field.spec.range.map(|(min, max)| format!("{min} to {max}"));
         let unit = unit_of(first.key, first.value).map(str::to_owned);
         let facts: Vec<String> = [default_of(field), range, unit].into_iter().flatten().collect();
-        let mut text = field.spec.help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let mut meaning = one_line(field.spec.help);
         if !facts.is_empty() {
-            let _ = write!(text, " [{}]", facts.join("; "));
+            let _ = write!(meaning, " [{}]", facts.join("; "));
         }
-        out.push_str(&wrapped(&text, INDENT, width));
+        texts.known.push(KeyText { syntax, meaning });
     }
-    if !refused.is_empty() {
-        let text = format!("Not supported by this version: {}", refused.join(", "));
+    texts
+}
+
+/// Descriptions of all keys of a family.
+pub fn keys(info: &FamilyInfo, width: usize) -> String {
+    let mut out = String::from("Keys (key=value,key=value):\n");
+    let texts = described(info);
+    for key in texts.known {
+        let _ = writeln!(out, "  {}", key.syntax.join(" | "));
+        out.push_str(&wrapped(&key.meaning, INDENT, width));
+    }
+    if !texts.refused.is_empty() {
+        let text = format!("Not supported by this version: {}", texts.refused.join(", "));
         out.push_str(&wrapped(&text, 2, width));
     }
     out.truncate(out.trim_end().len());
     out
 }
 
-/// Description of a family with all its keys.
-pub fn page<T: Family>(width: usize) -> String {
-    let info = T::info();
-    keys(&info, width)
-}
-
 /// Description of a family in one line.
-pub fn about<T: Family>() -> String {
-    let info = T::info();
-    info.about.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
+pub fn about(info: &FamilyInfo) -> String {
+    one_line(info.about).trim_end_matches('.').to_owned()
 }
 
 /// The option of `cloud-hypervisor` for a family: its syntax with `-h`, its keys with `--help`. Building
@@ -136,7 +155,8 @@ pub fn option<T: Family>(name: &'static str, with_help: bool) -> Arg {
     if !with_help {
         return arg.help("");
     }
-    let long = format!("{}\n{}", about::<T>(), page::<T>(width().saturating_sub(CLAP_INDENT)));
+    let info = T::info();
+    let long = format!("{}\n{}", about(&info), keys(&info, width().saturating_sub(CLAP_INDENT)));
     arg.help(help::<T>()).long_help(long)
 }
 
@@ -176,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_key_has_meaning_default_range_and_unit() {
-        let text = page::<SendMigrationData>(80);
+        let text = keys(&SendMigrationData::info(), 80);
         let at = text.find("\n  downtime_ms=").unwrap();
         let entry: String = text[at..].lines().skip(2).take(3).collect::<Vec<_>>().join(" ");
         let entry = entry.split_whitespace().collect::<Vec<_>>().join(" ");

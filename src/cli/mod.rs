@@ -12,6 +12,9 @@
 //! - [`manual`]: the keys of an option as `--help` shows them.
 //! - [`options`]: the options of `cloud-hypervisor`, as its help shows them.
 //! - [`pool`]: `prezero-pool`, from arguments to the daemon.
+//! - [`terminal`]: how large the terminal is.
+//! - [`top`]: what a VM does, again and again.
+//! - [`upgrade`]: another program takes the place of a VMM.
 
 pub mod chart;
 pub mod exit;
@@ -23,7 +26,24 @@ pub mod manual;
 pub mod options;
 pub mod pool;
 pub mod remote;
+pub mod terminal;
+pub mod top;
+pub mod upgrade;
 pub mod watch;
+
+/// Writes to stdout; returns whether its reader is still there.
+///
+/// # Errors
+/// It cannot be written, as on a full disk.
+pub fn write_out(text: &str) -> std::io::Result<bool> {
+    use std::io::Write;
+    let mut out = std::io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(error),
+        Ok(()) => Ok(true),
+    }
+}
 
 /// Prints a line on stdout. An error is ignored, as the reader may have left; the exit code still reports
 /// the result.

@@ -8,11 +8,13 @@
 use clap::{Arg, ArgAction, Command};
 use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
+use vmm::config::family::FamilyInfo;
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
 use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
+use vmm::config::reference::families;
 use vmm::config::tpm::TpmConfig;
 use vmm::config::{
     BalloonConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, LandlockConfig,
@@ -65,36 +67,86 @@ pub(super) const ELSEWHERE: [&str; 7] = [
     "pvmemcontrol",
 ];
 
+/// The keys of the option string that an option takes; `None` if it takes another value, or none.
+pub fn keys(option: &str) -> Option<FamilyInfo> {
+    let info = families().into_iter().find(|family| family.name == option)?;
+    // Families of the API alone have the name of no option.
+    let is_option_string = |arg: &&Arg| {
+        arg.get_id() == option
+            && arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "OPTIONS"))
+    };
+    command(false).get_arguments().find(is_option_string).map(|_| info)
+}
+
 fn elsewhere(name: &'static str) -> Arg {
     Arg::new(name).long(name).num_args(0..=1).help("Not supported by this version").hide(true)
+}
+
+fn check(help: &'static str) -> Arg {
+    Arg::new("check")
+        .long("check")
+        .num_args(0..=1)
+        .require_equals(true)
+        .value_name("FORM")
+        .value_parser(["text", "json"])
+        .default_missing_value("text")
+        .help(help)
+}
+
+fn cpu_baseline(help: &'static str) -> Arg {
+    Arg::new("cpu-baseline")
+        .long("cpu-baseline")
+        .num_args(1..)
+        .value_name("FILE")
+        .value_parser(clap::value_parser!(std::path::PathBuf))
+        .exclusive(true)
+        .help(help)
+}
+
+fn page_server(help: &'static str) -> Arg {
+    Arg::new("page-server")
+        .long("page-server")
+        .num_args(1)
+        .value_name("US")
+        .value_parser(clap::value_parser!(u64))
+        .requires("api-socket")
+        .help(help)
+        .hide(true)
+}
+
+fn successor(help: &'static str) -> Arg {
+    Arg::new("successor")
+        .long("successor")
+        .num_args(1)
+        .value_name("fd=FD,suffix=TEXT")
+        .help(help)
+        .hide(true)
 }
 
 /// The command line of cloud-hypervisor; without help texts unless requested.
 pub fn command(with_help: bool) -> Command {
     let say = |help: &'static str| if with_help { help } else { "" };
-    let one = |name: &'static str, help: String| {
-        Arg::new(name).long(name).num_args(1).value_name("OPTIONS").help(help)
+    let one = |name: &'static str, value: &'static str, help: &'static str| {
+        Arg::new(name).long(name).num_args(1).value_name(value).help(say(help))
     };
-    let path = |name: &'static str, help: &'static str| {
-        Arg::new(name).long(name).num_args(1).value_name("PATH").help(say(help))
-    };
+    let path = |name: &'static str, help: &'static str| one(name, "PATH", help);
     let flag = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).action(ArgAction::SetTrue).help(say(help))
     };
-    let where_to = |name: &'static str, help: &'static str| {
-        Arg::new(name).long(name).num_args(1).value_name("path=PATH|fd=FD").help(say(help))
-    };
+    let where_to = |name: &'static str, help: &'static str| one(name, "path=PATH|fd=FD", help);
     Command::new("cloud-hypervisor")
         .about("Launch a VMM, and a VM if its configuration is given.")
         .arg_required_else_help(true)
         .args_override_self(false)
-        .after_help(say("Exit codes: 0 success, 1 failure, 2 invalid command line.\n\
+        .after_help(say("Exit codes: 0 success, 1 failure, 2 invalid command line, 6 a VM that --check found to fail.\n\
              -h shows the syntax of the options, --help the meaning of each key."))
         .args(vec![
             where_to("api-socket", "Unix socket of the HTTP API"),
             manual::option::<BalloonConfig>("balloon", with_help),
-            one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),
+            check(say("Report what this host lacks for the VM, and start nothing")),
+            one("cmdline", "TEXT", "Kernel command line"),
             manual::option::<ConsoleConfig>("console", with_help),
+            cpu_baseline(say("Print what the hosts of these reports of --check=json have in common, the oldest first, for --cpus baseline=")),
             manual::option::<CpusConfig>("cpus", with_help),
             manual::option::<DebugConsoleConfig>("debug-console", with_help),
             manual::list::<DeviceConfig>("device", with_help),
@@ -103,8 +155,7 @@ pub fn command(with_help: bool) -> Command {
             path("firmware", "Firmware instead of a kernel: an ELF file with a PVH entry"),
             manual::list::<FsConfig>("fs", with_help),
             manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
-            one("host-data", say("Host data (not supported by this version)").to_owned())
-                .value_name("TEXT"),
+            one("host-data", "TEXT", "Host data (not supported by this version)"),
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
@@ -113,42 +164,34 @@ pub fn command(with_help: bool) -> Command {
             path("log-file", "File for log messages instead of stderr"),
             one(
                 "log-format",
-                say(
-                    "Format of log lines, with tokens like {wallclock}, {boottime}, {thread}, {level}, \
-                     {location}, {msg}; docs/usage.md lists all",
-                )
-                .to_owned(),
-            )
-            .value_name("FORMAT"),
+                "FORMAT",
+                "Format of log lines, with tokens like {wallclock}, {boottime}, {thread}, {level}, \
+                 {location}, {msg}; docs/usage.md lists all",
+            ),
             manual::option::<MemoryConfig>("memory", with_help),
             manual::list::<MemoryZoneConfig>("memory-zone", with_help),
+            one("metrics", "unix:PATH", "Unix socket at which metrics are scraped"),
             manual::list::<NetConfig>("net", with_help),
             flag("no-shutdown", "Keep the VMM running when the guest shuts down"),
             manual::list::<NumaConfig>("numa", with_help),
-            Arg::new("page-server")
-                .long("page-server")
-                .num_args(1)
-                .value_name("US")
-                .value_parser(clap::value_parser!(u64))
-                .requires("api-socket")
-                .help(say("Run as the page server of the VMM at the other end of standard input"))
-                .hide(true),
+            page_server(say("Run as the page server of the VMM at the other end of standard input")),
             manual::list::<PciSegmentConfig>("pci-segment", with_help),
             manual::option::<PlatformConfig>("platform", with_help),
             manual::list::<PmemConfig>("pmem", with_help),
             flag("print-openapi", "Print the description of the API").hide(true),
-            flag("pvpanic", "Panic device, through which the guest reports that its kernel panicked"),
+            flag(
+                "pvpanic",
+                "Panic device, through which the guest reports that its kernel panicked",
+            ),
             manual::list::<RateLimitGroupConfig>("rate-limit-group", with_help),
             manual::option::<RestoreConfig>("restore", with_help),
             manual::option::<RngConfig>("rng", with_help),
-            manual::option::<RtcConfig>("rtc", with_help)
-                .num_args(0..=1)
-                .default_missing_value(""),
-            one("seccomp", say("Action on a forbidden system call").to_owned())
-                .value_name("MODE")
+            manual::option::<RtcConfig>("rtc", with_help).num_args(0..=1).default_missing_value(""),
+            one("seccomp", "MODE", "Action on a forbidden system call")
                 .value_parser(["true", "false", "log", "errno"])
                 .default_value("true"),
             manual::option::<SerialConfig>("serial", with_help),
+            successor(say("Take the place of a VMM whose VM comes from it, for ch-remote upgrade")),
             manual::option::<TpmConfig>("tpm", with_help),
             manual::list::<UserDeviceConfig>("user-device", with_help),
             Arg::new("v")
@@ -181,5 +224,17 @@ mod tests {
         for name in VM_OPTIONS {
             assert!(names.iter().any(|known| known == name), "{name}");
         }
+    }
+
+    #[test]
+    fn the_keys_of_every_option_string_are_known() {
+        for arg in command(true).get_arguments() {
+            // The help shows keys if it is that of a family.
+            let long = arg.get_long_help().map(ToString::to_string).unwrap_or_default();
+            let info = keys(arg.get_id().as_str());
+            assert_eq!(info.is_some(), long.contains("\nKeys "), "{arg}");
+            assert!(info.is_none_or(|info| long.starts_with(&manual::about(&info))), "{arg}");
+        }
+        assert!(keys("payload").is_none() && keys("kernel").is_none());
     }
 }

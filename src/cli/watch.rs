@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use thiserror::Error;
 use vmm::api::ProgressDocument;
-use vmm::api::client::{Client, ClientError};
-use vmm::api::endpoints::Method;
+use vmm::api::client::{Client, ClientError, KeptConnection};
 use vmm::api::types::document::{FailureReport, GuestLocation, LatencySnapshot, Phase};
 
 use super::{exit, print_line};
@@ -346,24 +345,49 @@ impl Screen {
     }
 }
 
-/// Tells the VMM that a client is watching, so that it stays until the client has read the end.
-pub fn announce(client: &Client) {
-    // There may be no migration yet; an unreachable VMM is noticed soon enough.
-    let _ = client.ask(Method::Get, "vm.migration-progress", None);
+/// A client that follows a migration. While it is there, the VMM stays until it has read the end.
+pub struct Watcher<'a> {
+    client: &'a Client,
+    connection: KeptConnection,
+}
+
+impl<'a> Watcher<'a> {
+    /// A client of this VMM, which does not know of it yet.
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub fn new(client: &'a Client) -> Result<Self, FollowError> {
+        Ok(Self { client, connection: client.keep().map_err(FollowError::Nothing)? })
+    }
+
+    /// Tells the VMM that it is there, before there is a migration.
+    pub fn announce(&mut self) {
+        // An unreachable VMM is noticed soon enough.
+        let _ = self.ask();
+    }
+
+    fn ask(&mut self) -> Result<String, ClientError> {
+        self.connection.get("vm.migration-progress").map(Option::unwrap_or_default)
+    }
+
+    /// Goes on at another socket.
+    fn go_to(&mut self, socket: &Path) -> Result<(), ClientError> {
+        self.connection = self.client.clone().at(socket).keep()?;
+        Ok(())
+    }
 }
 
 /// Follows the current or last migration to its end, including at its page server.
 ///
 /// # Errors
 /// It did not end well, or its end was not seen.
-pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
-    let mut client = client.clone();
+pub fn follow(mut watcher: Watcher<'_>, view: View) -> Result<(), FollowError> {
     let mut screen = Screen::new(view);
     let mut rate = Rate::default();
     let mut last: Option<ProgressDocument> = None;
     loop {
-        let text = match client.ask(Method::Get, "vm.migration-progress", None) {
-            Ok(text) => text.unwrap_or_default(),
+        let text = match watcher.ask() {
+            Ok(text) => text,
             Err(source) => {
                 screen.end(last.as_ref());
                 return Err(match last {
@@ -382,7 +406,9 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
         let now = Instant::now();
         if let Some(socket) = document.page_server_socket() {
             screen.show(&document, 0, now);
-            client = client.at(socket);
+            let went = watcher.go_to(socket);
+            let phase = document.phase;
+            went.map_err(|source| FollowError::Vanished { phase, source })?;
             rate = Rate::default();
             last = Some(document);
             continue;

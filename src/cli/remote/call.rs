@@ -19,6 +19,7 @@ use vmm::config::{
 };
 
 use super::RemoteError;
+use super::check::MIGRATE_CHECK;
 use super::commands::SIMPLE;
 use crate::cli::watch::View;
 
@@ -125,6 +126,10 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
                 .map_err(|source| RemoteError::Config { command: name.to_owned(), source })?;
             put("vm.migration-recover", &json!(data))
         }
+        MIGRATE_CHECK => {
+            let data = migration(name, &config())?;
+            put("vm.migrate-check", &to_json(&data))
+        }
         "send-migration" => send(matches, &config())?,
         "receive-migration" => {
             let data = ReceiveMigrationData::parse_or_url(&config())
@@ -151,6 +156,15 @@ fn view(matches: &ArgMatches) -> Option<View> {
         .copied()
         .unwrap_or(false)
         .then_some(View::None)
+}
+
+/// The options of a migration.
+fn migration(command: &str, config: &str) -> Result<SendMigrationData, RemoteError> {
+    let data = SendMigrationData::parse_or_url(config)
+        .map_err(|source| RemoteError::Option { command: command.to_owned(), source })?;
+    data.validate()
+        .map_err(|source| RemoteError::Config { command: command.to_owned(), source })?;
+    Ok(data)
 }
 
 fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
@@ -245,6 +259,9 @@ mod tests {
         let body = |args: &str| -> Value {
             serde_json::from_str(&parse(args).unwrap().body.unwrap()).unwrap()
         };
+        let check = body("migrate-check destination_url=tcp:h:1,memory_mode=postcopy --json");
+        assert_eq!(check, body("send-migration destination_url=tcp:h:1,memory_mode=postcopy"));
+        assert_eq!(parse("migrate-check tcp:h:1").unwrap().path, "vm.migrate-check");
         let old = body("send-migration unix:/x --local");
         assert_eq!((&old["destination_url"], &old["local"]), (&json!("unix:/x"), &json!(true)));
         let new = body("send-migration destination_url=tcp:h:1,memory_mode=postcopy,downtime_ms=5");
@@ -264,7 +281,9 @@ mod tests {
         assert_eq!(parse("migration-cancel").unwrap().path, "vm.migration-cancel");
         let receive = body("receive-migration receiver_url=tcp:0.0.0.0:1,memory_mode=postcopy");
         assert_eq!(receive["receiver_url"], "tcp:0.0.0.0:1");
-        for bad in ["send-migration http://x", "receive-migration receiver=x"] {
+        for bad in
+            ["send-migration http://x", "migrate-check http://x", "receive-migration receiver=x"]
+        {
             assert!(parse(bad).unwrap_err().is_usage(), "{bad}");
         }
     }

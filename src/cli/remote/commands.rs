@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, Command};
 use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::config::codec::OptionEnum as _;
+use vmm::config::family::FamilyInfo;
 use vmm::config::migration::RestoreConfig;
 use vmm::config::{
     DeviceConfig, DiskConfig, Family, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
@@ -15,13 +16,21 @@ use vmm::config::{
     UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 
-use crate::cli::manual;
+use super::check::MIGRATE_CHECK;
+use super::{TOP, UPGRADE};
+use crate::cli::{manual, upgrade};
 
 /// Subcommands without arguments: name, method, endpoint, help.
-pub(super) const SIMPLE: [(&str, Method, &str, &str); 12] = [
+pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Show the counters of the VM's devices"),
     ("info", Method::Get, "vm.info", "Show configuration and state of the VM"),
+    (
+        "metrics",
+        Method::Get,
+        "vm.metrics",
+        "Show metrics of the VMM and its VM, as OpenMetrics text",
+    ),
     (
         "migration-cancel",
         Method::Put,
@@ -48,9 +57,62 @@ pub(super) const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ),
 ];
 
-/// A subcommand with the keys of an option family.
-fn of_family<T: Family>(name: &'static str) -> Command {
-    option(name, manual::about::<T>()).after_help(manual::page::<T>(manual::width()))
+/// A subcommand whose argument is an option string: its name, its keys, its help.
+type OfFamily = (&'static str, fn() -> FamilyInfo, &'static str);
+
+/// All of them.
+const OF_FAMILY: [OfFamily; 14] = [
+    ("add-device", DeviceConfig::info, "Add a host device"),
+    ("add-disk", DiskConfig::info, "Add a block device"),
+    ("add-fs", FsConfig::info, "Add a shared directory"),
+    ("add-generic-vhost-user", GenericVhostUserConfig::info, "Add a vhost-user device"),
+    ("add-net", NetConfig::info, "Add a network device"),
+    ("add-pmem", PmemConfig::info, "Add persistent memory"),
+    ("add-user-device", UserDeviceConfig::info, "Add a device emulated by another process"),
+    ("add-vdpa", VdpaConfig::info, "Add a vDPA device"),
+    ("add-vsock", VsockConfig::info, "Add a socket device"),
+    (
+        MIGRATE_CHECK,
+        SendMigrationData::info,
+        "Check whether a migration of the VM would succeed, and what it would take; nothing is moved",
+    ),
+    (
+        "migration-recover",
+        MigrationRecoverData::info,
+        "Re-establish the lost connections of a postcopy migration",
+    ),
+    ("receive-migration", ReceiveMigrationData::info, "Receive a VM from another VMM"),
+    ("restore", RestoreConfig::info, "Restore a VM from a snapshot"),
+    ("send-migration", SendMigrationData::info, "Migrate the VM to another VMM"),
+];
+
+/// The keys of the option string that a subcommand takes; `None` if it takes another argument, or none.
+pub fn keys(subcommand: &str) -> Option<FamilyInfo> {
+    OF_FAMILY.iter().find(|(name, ..)| *name == subcommand).map(|(_, info, _)| info())
+}
+
+/// A subcommand with the keys of an option family, and what it has besides.
+fn of_family(&(name, info, help): &OfFamily) -> Command {
+    let info = info();
+    let command = option(name, manual::about(&info))
+        .about(help)
+        .after_help(manual::keys(&info, manual::width()));
+    let say = |help: &'static str| move |arg: Arg| arg.help(help);
+    match name {
+        MIGRATE_CHECK => command
+            .mut_arg("config", say("<destination_url>, or keys as below"))
+            .arg(flag("json", "Print the answer as JSON")),
+        "migration-recover" => command
+            .mut_arg("config", say("An address alone, or keys as below"))
+            .mut_arg("config", |arg| arg.required(false).default_value("")),
+        "receive-migration" => command.mut_arg("config", say("<receiver_url>, or keys as below")),
+        "send-migration" => command
+            .mut_arg("config", say("<destination_url>, or keys as below"))
+            .arg(flag("local", "Same as local=on (older spelling)"))
+            .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
+            .arg(watch()),
+        _ => command,
+    }
 }
 
 /// A subcommand with one required argument.
@@ -79,17 +141,6 @@ fn force() -> Arg {
 
 fn device_commands() -> Vec<Command> {
     vec![
-        of_family::<DeviceConfig>("add-device").about("Add a host device"),
-        of_family::<DiskConfig>("add-disk").about("Add a block device"),
-        of_family::<FsConfig>("add-fs").about("Add a shared directory"),
-        of_family::<GenericVhostUserConfig>("add-generic-vhost-user")
-            .about("Add a vhost-user device"),
-        of_family::<NetConfig>("add-net").about("Add a network device"),
-        of_family::<PmemConfig>("add-pmem").about("Add persistent memory"),
-        of_family::<UserDeviceConfig>("add-user-device")
-            .about("Add a device emulated by another process"),
-        of_family::<VdpaConfig>("add-vdpa").about("Add a vDPA device"),
-        of_family::<VsockConfig>("add-vsock").about("Add a socket device"),
         option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
         Command::new("resize")
             .about("Resize the VM")
@@ -114,7 +165,6 @@ fn life_cycle_commands() -> Vec<Command> {
         Command::new("create").about("Create a VM from a JSON configuration").arg(
             Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
         ),
-        of_family::<RestoreConfig>("restore").about("Restore a VM from a snapshot"),
         Command::new("delete").about("Delete a VM").arg(force()),
         Command::new("shutdown-vmm").about("Shut the VMM down").arg(force()),
         Command::new("resume").about("Resume the VM").arg(flag(
@@ -133,17 +183,32 @@ fn life_cycle_commands() -> Vec<Command> {
     ]
 }
 
+/// A number from 1 on, with a default if it has one.
+fn at_least_one(name: &'static str, value: &'static str, help: &'static str) -> Arg {
+    number(name, help).value_name(value).value_parser(clap::value_parser!(u32).range(1..))
+}
+
 fn migration_commands() -> Vec<Command> {
     vec![
-        of_family::<ReceiveMigrationData>("receive-migration")
-            .mut_arg("config", |arg| arg.help("<receiver_url>, or keys as below"))
-            .about("Receive a VM from another VMM"),
-        of_family::<SendMigrationData>("send-migration")
-            .mut_arg("config", |arg| arg.help("<destination_url>, or keys as below"))
-            .about("Migrate the VM to another VMM")
-            .arg(flag("local", "Same as local=on (older spelling)"))
-            .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
-            .arg(watch()),
+        Command::new(TOP)
+            .about("Show again and again what the VM does: vCPUs, memory, devices, migration")
+            .arg(at_least_one("interval", "SECONDS", "Time between two looks").default_value("2"))
+            .arg(at_least_one("count", "NUMBER", "End after so many; without it, at Ctrl-C")),
+        Command::new(UPGRADE)
+            .about("Have another program take the place of the VMM, while the guest runs on")
+            .arg(
+                Arg::new("binary")
+                    .long("binary")
+                    .num_args(1)
+                    .required(true)
+                    .value_name("PATH")
+                    .value_parser(clap::value_parser!(std::path::PathBuf))
+                    .help("The cloud-hypervisor that is to have the guest"),
+            )
+            .arg(
+                at_least_one("timeout-ms", "MS", "Give up after so long: the guest stays where it is")
+                    .default_value(upgrade::TIMEOUT_MS),
+            ),
         Command::new("migration-progress")
             .about("Show the progress of the current or last migration")
             .arg(watch()),
@@ -156,15 +221,6 @@ fn migration_commands() -> Vec<Command> {
                     .value_name("FILE")
                     .help("Draw a chart into this SVG file instead of printing JSON; - for stdout"),
             ),
-        Command::new("migration-recover")
-            .about("Re-establish the lost connections of a postcopy migration")
-            .arg(
-                Arg::new("config")
-                    .index(1)
-                    .default_value("")
-                    .help("An address alone, or keys as below"),
-            )
-            .after_help(manual::page::<MigrationRecoverData>(manual::width())),
     ]
 }
 
@@ -172,6 +228,7 @@ fn migration_commands() -> Vec<Command> {
 pub fn command() -> Command {
     let mut commands: Vec<Command> =
         SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
+    commands.extend(OF_FAMILY.iter().map(of_family));
     commands.extend(device_commands());
     commands.extend(life_cycle_commands());
     commands.extend(migration_commands());
@@ -203,8 +260,8 @@ pub fn command() -> Command {
         )
         .after_help(manual::wrapped(
             "Exit codes: 0 done, 1 it failed, 2 the command line is wrong. With --wait and \
-             --watch also 3 the migration was cancelled, 4 where the guest is has to be looked at. With \
-             --timeout also 5 there was no answer in time.",
+             --watch also 3 the migration was cancelled; with these and upgrade 4 where the guest is has to be looked at. With \
+             --timeout also 5 there was no answer in time. Of migrate-check also 7 the migration would not succeed.",
             0,
             manual::width(),
         ))

@@ -6,9 +6,9 @@
 //! requests are sent and come back with the VMM's own words.
 
 mod call;
+mod check;
 mod commands;
 
-use std::io::Write as _;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,11 +20,21 @@ use vmm::api::client::{Client, ClientError};
 use vmm::api::endpoints::Method;
 use vmm::config::{ConfigError, ConfigFd, OptionError};
 
-use super::watch::{self, FollowError};
-use super::{chart, exit, interrupt};
+use super::top::{self, TopArgs, TopError};
+use super::upgrade::{self, UpgradeArgs, UpgradeError};
+use super::watch::{self, FollowError, Watcher};
+use super::{chart, exit, interrupt, write_out};
 
 pub use call::{Call, call};
-pub use commands::command;
+pub use commands::{command, keys};
+
+/// The only command that makes many requests.
+pub(super) const TOP: &str = "top";
+/// The only command that starts a process.
+pub(super) const UPGRADE: &str = "upgrade";
+/// The only command whose answer is no JSON, and the last line of that.
+const METRICS: &str = "metrics";
+const METRICS_END: &str = "# EOF";
 
 /// Why a command failed.
 #[derive(Debug, Error)]
@@ -96,6 +106,12 @@ pub enum RemoteError {
         #[source]
         source: serde_json::Error,
     },
+    /// The text of metrics breaks off.
+    #[error("the VMM's answer to {command} is cut: it does not end with '{METRICS_END}'")]
+    Cut {
+        /// The subcommand.
+        command: String,
+    },
     /// The answer cannot be written to stdout.
     #[error("{command} succeeded, but its answer cannot be written to standard output")]
     Output {
@@ -114,6 +130,18 @@ pub enum RemoteError {
         #[source]
         source: std::io::Error,
     },
+    /// What the VM does cannot be shown.
+    #[error(transparent)]
+    Top(#[from] TopError),
+    /// The VM is in no new process.
+    #[error(transparent)]
+    Upgrade(#[from] UpgradeError),
+    /// A migration would not succeed.
+    #[error("the migration would not succeed; problems: {problems}")]
+    NotPossible {
+        /// How many were found.
+        problems: usize,
+    },
     /// The migration that was followed failed, or its end was not seen.
     #[error(transparent)]
     Followed(#[from] FollowError),
@@ -129,7 +157,9 @@ impl RemoteError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Followed(error) => error.exit_code(),
+            Self::Upgrade(error) => error.exit_code(),
             Self::Request { source, .. } if source.is_timeout() => exit::TIMEOUT,
+            Self::NotPossible { .. } => exit::NOT_POSSIBLE,
             error if error.is_usage() => exit::USAGE,
             _ => exit::FAILED,
         }
@@ -143,10 +173,23 @@ impl RemoteError {
 pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let socket = matches.get_one::<String>("api-socket").map(PathBuf::from).unwrap_or_default();
     let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
-    let call = call(name, sub)?;
     let vm = socket.display().to_string();
     let limit = matches.get_one::<u32>("timeout").map(|s| Duration::from_secs(u64::from(*s)));
-    let client = Client::new(socket).with_limit(limit);
+    let client = Client::new(&socket).with_limit(limit);
+    if name == TOP {
+        let seconds = sub.get_one::<u32>("interval").copied().unwrap_or(1);
+        let interval = Duration::from_secs(seconds.into());
+        top::run(&client, &vm, TopArgs { interval, count: sub.get_one("count").copied() })?;
+        return Ok(None);
+    }
+    if name == UPGRADE {
+        let binary = sub.get_one::<PathBuf>("binary").cloned().unwrap_or_default();
+        let ms = sub.get_one::<u32>("timeout-ms").copied().unwrap_or(1);
+        let timeout = Duration::from_millis(ms.into());
+        let text = upgrade::run(&client, &socket, &UpgradeArgs { binary, timeout })?;
+        return printed(name, text, matches.get_flag("pretty")).map(Some);
+    }
+    let call = call(name, sub)?;
     if call.follow.is_some() {
         interrupt::explain(format!(
             "The migration continues. To cancel it: ch-remote --api-socket {vm} migration-cancel\n\
@@ -156,14 +199,15 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let request = |source| RemoteError::Request { command: name.to_owned(), source };
     match call.follow {
         Some(view) if call.method == Method::Get => {
-            watch::follow(&client, view)?;
+            watch::follow(Watcher::new(&client)?, view)?;
             Ok(None)
         }
         Some(view) => {
             // A VMM that was asked for progress before stays until the end has been read.
-            watch::announce(&client);
+            let mut watcher = Watcher::new(&client)?;
+            watcher.announce();
             client.ask(call.method, call.path, call.body).map_err(request)?;
-            watch::follow(&client, view)?;
+            watch::follow(watcher, view)?;
             Ok(None)
         }
         None => {
@@ -174,6 +218,10 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
                 return draw(path, &answer.unwrap_or_default(), &vm);
             }
             let is_pretty = matches.get_flag("pretty");
+            if name == check::MIGRATE_CHECK {
+                check::show(answer.unwrap_or_default(), sub.get_flag("json"), is_pretty)?;
+                return Ok(None);
+            }
             answer.map(|text| printed(name, text, is_pretty)).transpose()
         }
     }
@@ -188,8 +236,17 @@ fn open(fds: &[ConfigFd]) -> Result<Vec<OwnedFd>, RemoteError> {
     fds.iter().map(duplicate).collect()
 }
 
-/// An answer as it is printed: JSON as it came, as cloud-hypervisor's does, or indented.
-fn printed(command: &str, text: String, is_pretty: bool) -> Result<String, RemoteError> {
+/// An answer as it is printed: JSON as it came, as cloud-hypervisor's does, or indented; metrics as they came.
+fn printed(command: &str, mut text: String, is_pretty: bool) -> Result<String, RemoteError> {
+    if command == METRICS {
+        text.truncate(text.trim_end().len());
+        let is_whole = text.ends_with(METRICS_END);
+        return if is_whole {
+            Ok(text)
+        } else {
+            Err(RemoteError::Cut { command: command.to_owned() })
+        };
+    }
     let read = serde_json::from_str::<Value>(&text);
     let printed = read
         .and_then(|value| if is_pretty { serde_json::to_string_pretty(&value) } else { Ok(text) });
@@ -202,14 +259,10 @@ fn printed(command: &str, text: String, is_pretty: bool) -> Result<String, Remot
 /// # Errors
 /// An error other than a closed pipe.
 pub fn print(matches: &ArgMatches, answer: &str) -> Result<(), RemoteError> {
-    let mut out = std::io::stdout();
-    match writeln!(out, "{answer}").and_then(|()| out.flush()) {
-        Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => {
-            let command = matches.subcommand_name().unwrap_or_default().to_owned();
-            Err(RemoteError::Output { command, source })
-        }
-        _ => Ok(()),
-    }
+    write_out(&format!("{answer}\n")).map(drop).map_err(|source| {
+        let command = matches.subcommand_name().unwrap_or_default().to_owned();
+        RemoteError::Output { command, source }
+    })
 }
 
 /// Draws the chart of a report to a file, or returns it if it is to go to stdout.
@@ -238,5 +291,16 @@ mod tests {
             assert_eq!(error.to_string(), "the VMM's answer to info cannot be read");
             assert_eq!(error.exit_code(), exit::FAILED);
         }
+    }
+
+    #[test]
+    fn metrics_are_printed_as_they_come_if_they_are_whole() {
+        let whole = "godwit_vcpus 1\n# EOF\n";
+        for is_pretty in [false, true] {
+            let text = printed(METRICS, whole.to_owned(), is_pretty).ok();
+            assert_eq!(text.as_deref(), Some(whole.trim_end()));
+        }
+        let error = printed(METRICS, "godwit_vcpus 1\n".to_owned(), false).expect_err("it is cut");
+        assert!(error.to_string().contains("'# EOF'") && error.exit_code() == exit::FAILED);
     }
 }
