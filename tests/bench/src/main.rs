@@ -9,6 +9,7 @@ mod after;
 mod boot;
 mod child;
 mod cost;
+mod faults;
 mod hugepages;
 mod loopback;
 mod machine;
@@ -31,6 +32,7 @@ mod slots;
 mod snapshot;
 mod tls;
 mod trace;
+mod upgrade;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -98,8 +100,17 @@ fn main() -> ExitCode {
             common("postcopy-scaling", "3")
                 .about("Faults per second for 1 to 160 threads, without KVM"),
         )
+        .subcommand(common("fault-path", "3").about(
+            "Pages that vCPUs wait for, by each fault source, for 1 to 160 vCPUs, beside a bare round trip",
+        ))
+        .subcommand(common("fault-model", "3").about(
+            "Locks, shared lines, wake-ups and system calls of a page, and what 160 processors would give",
+        ))
         .subcommand(common("tls", "3").about(
             "What TLS costs: the rate of precopy, and accesses that wait for a page in postcopy",
+        ))
+        .subcommand(common("upgrade", "5").about(
+            "How long a guest stands still while another process takes the place of its VMM",
         ))
         .subcommand(common("sandbox", "5").about(
             "What the filters of system calls cost: boot, exits, requests to a disk, pages that arrive",
@@ -134,8 +145,14 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     }
     let (vmm, guest) = (path("vmm"), path("guest"));
     let remote = vmm.with_file_name("ch-remote");
-    let programs =
-        pair::Programs { vmm: &vmm, remote: &remote, guest: &guest, options: &[], memory: "" };
+    let programs = pair::Programs {
+        vmm: &vmm,
+        remote: &remote,
+        guest: &guest,
+        options: &[],
+        memory: "",
+        vcpus: pair::VCPUS,
+    };
     let baseline = baseline(arguments)?;
     let baseline =
         baseline.as_ref().map(|(vmm, remote)| pair::Programs { vmm, remote, ..programs });
@@ -151,7 +168,10 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
         "tls" => tls::run(&programs, runs),
         "sandbox" => sandbox::run(&programs, runs),
+        "upgrade" => upgrade::run(&programs, runs),
         "postcopy-scaling" => postcopy::scaling::run(runs),
+        "fault-path" => faults::path::run(&programs, runs),
+        "fault-model" => faults::model::run(&programs, runs),
         _ => {
             let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
             precopy::run(&precopy::Setup { programs, baseline, downtime_ms }, runs)

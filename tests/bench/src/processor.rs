@@ -21,6 +21,8 @@ const TICK: Duration = Duration::from_millis(10);
 pub struct Used {
     /// User and system time of all of its threads, those that have ended included.
     pub time: Duration,
+    /// The part of it that vCPUs were in the guest for, as the kernel's ticks find them.
+    pub guest: Duration,
     /// True if it has ended and was not waited for.
     pub is_zombie: bool,
 }
@@ -37,7 +39,8 @@ impl Used {
             stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace().collect();
         let ticks = |index: usize| fields.get(index)?.parse::<u32>().ok();
         let time = TICK * ticks(11)?.checked_add(ticks(12)?)?;
-        Some(Self { time, is_zombie: *fields.first()? == "Z" })
+        let guest = TICK * ticks(40).unwrap_or(0);
+        Some(Self { time, guest, is_zombie: *fields.first()? == "Z" })
     }
 }
 
@@ -97,8 +100,10 @@ mod tests {
 
     #[test]
     fn times_of_a_process_come_after_its_name() {
-        let stat = "17 (a ) b) Z 1 2 3 4 5 6 7 8 9 10 123 45 0 0 20 0 1 0 99";
-        let used = Used { time: Duration::from_millis(1680), is_zombie: true };
+        let stat = "17 (a ) b) Z 1 2 3 4 5 6 7 8 9 10 123 45 0 0 20 0 1 0 99 \
+                    20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39 77 41";
+        let (time, guest) = (Duration::from_millis(1680), Duration::from_millis(770));
+        let used = Used { time, guest, is_zombie: true };
         assert_eq!(Used::parse(stat), Some(used));
         assert_eq!(Used::parse("17 (a) S 1"), None);
     }

@@ -66,10 +66,7 @@ impl Drop for Trace {
     fn drop(&mut self) {
         let _ = self.set("events/enable", "0");
         let _ = fs::remove_dir(&self.folder);
-        if let Some(path) = &self.mounted {
-            let _ = Command::new("umount").arg(path).status();
-            let _ = fs::remove_dir(path);
-        }
+        unmount(self.mounted.as_deref());
     }
 }
 
@@ -88,6 +85,21 @@ fn tracefs() -> io::Result<(PathBuf, Option<PathBuf>)> {
     } else {
         let _ = fs::remove_dir(&path);
         Err(io::Error::other(String::from_utf8_lossy(&done.stderr).trim().to_owned()))
+    }
+}
+
+/// The identifier of an event, by its folder.
+pub fn event_id(name: &str) -> io::Result<u64> {
+    let (root, mounted) = tracefs()?;
+    let text = fs::read_to_string(root.join("events").join(name).join("id"));
+    unmount(mounted.as_deref());
+    text?.trim().parse().map_err(io::Error::other)
+}
+
+fn unmount(mounted: Option<&Path>) {
+    if let Some(path) = mounted {
+        let _ = Command::new("umount").arg(path).status();
+        let _ = fs::remove_dir(path);
     }
 }
 

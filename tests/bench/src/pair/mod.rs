@@ -38,6 +38,8 @@ pub struct Programs<'a> {
     pub options: &'a [&'a str],
     /// What the guest's memory is made of: further keys of `--memory`, each behind a comma.
     pub memory: &'a str,
+    /// vCPUs of the guest; QEMU has always [`VCPUS`].
+    pub vcpus: u32,
 }
 
 /// Two VMMs, the first one with the guest.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{MEMORY_MIB, Pair, Programs, VCPUS};
+use super::{MEMORY_MIB, Pair, Programs};
 use crate::child::Killed;
 
 /// Interval at which an event file is polled.
@@ -55,11 +55,34 @@ impl Ours {
     pub fn start_local(
         programs: &Programs,
         cmdline: &str,
+        receive: &str,
         send: &str,
     ) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
-        let receiver = format!("unix:{}", folder.path().join("m").display());
+        let receiver = format!("unix:{}{receive}", folder.path().join("m").display());
         Self::start_in(folder, programs, cmdline, &receiver, send)
+    }
+
+    /// Why a destination refuses these options of `receive-migration` on this machine, if it does.
+    pub fn refusal(programs: &Programs, receive: &str) -> Result<Option<String>, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let mut command = Command::new(programs.vmm);
+        let mut destination = Vmm::spawn(command.args(programs.options), folder.path(), "b")?;
+        destination.wait_for_socket()?;
+        let option = format!("receiver_url=unix:{}{receive}", folder.path().join("m").display());
+        let mut receiver = Killed::spawn(
+            remote(programs.remote, &destination.socket)
+                .args(["receive-migration", &option])
+                .stderr(Stdio::piped()),
+        )?;
+        let events = destination.events.clone();
+        destination.wait("an answer to receive-migration", |_| {
+            if let Ok(Some(how)) = receiver.ended() {
+                return Some(Some(how));
+            }
+            let text = fs::read_to_string(&events).ok()?;
+            text.contains("migration-receive-ready").then_some(None)
+        })
     }
 
     fn start_in(
@@ -69,14 +92,7 @@ impl Ours {
         receiver: &str,
         send: &str,
     ) -> Result<Self, Box<dyn Error>> {
-        let memory = format!("size={MEMORY_MIB}M,shared=on{}", programs.memory);
-        let mut command = Command::new(programs.vmm);
-        command
-            .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
-            .arg(programs.guest)
-            .args(["--cpus", &format!("boot={VCPUS}"), "--memory", &memory])
-            .args(programs.options);
-        let mut source = Vmm::spawn(&mut command, folder.path(), "a")?;
+        let mut source = Vmm::with_guest(folder.path(), programs, cmdline)?;
         let mut destination =
             Vmm::spawn(Command::new(programs.vmm).args(programs.options), folder.path(), "b")?;
         source.wait_for_socket()?;
@@ -92,6 +108,57 @@ impl Ours {
         let option = format!("destination_url={address}{send}");
         let (remote, receiver) = (programs.remote.to_owned(), Some(receiver));
         Ok(Self { source, destination, receiver, remote, option, _folder: folder })
+    }
+}
+
+/// A VMM whose place another process takes, which is ended with it.
+pub struct InPlace {
+    vmm: Vmm,
+    remote: PathBuf,
+    binary: PathBuf,
+    successor: Option<u32>,
+    _folder: TempDir,
+}
+
+impl InPlace {
+    /// Starts the VMM with a guest.
+    pub fn start(programs: &Programs, cmdline: &str) -> Result<Self, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let mut vmm = Vmm::with_guest(folder.path(), programs, cmdline)?;
+        vmm.wait_for_socket()?;
+        let (remote, binary) = (programs.remote.to_owned(), programs.vmm.to_owned());
+        Ok(Self { vmm, remote, binary, successor: None, _folder: folder })
+    }
+
+    /// Process ID of the VMM that was started.
+    pub fn pid(&self) -> u32 {
+        self.vmm.child.pid()
+    }
+
+    /// Has another process take its place.
+    pub fn upgrade(&mut self) -> Result<(), Box<dyn Error>> {
+        let mut command = remote(&self.remote, &self.vmm.socket);
+        command.args(["upgrade", "--binary"]).arg(&self.binary).stdout(Stdio::piped());
+        let output = command.output()?;
+        if !output.status.success() {
+            let why = String::from_utf8_lossy(&output.stderr).into_owned();
+            return Err(format!("upgrade: {}", why.trim()).into());
+        }
+        let report: Value = serde_json::from_slice(&output.stdout)?;
+        self.successor = report["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok());
+        Ok(())
+    }
+}
+
+impl Drop for InPlace {
+    fn drop(&mut self) {
+        if self.successor.is_some() {
+            // It is no child of this process, and ends by itself when it is told to.
+            let told = remote(&self.remote, &self.vmm.socket).arg("shutdown-vmm").status();
+            if !told.is_ok_and(|status| status.success()) {
+                eprintln!("process {:?} may still run", self.successor);
+            }
+        }
     }
 }
 
@@ -128,6 +195,21 @@ impl Pair for Ours {
 }
 
 impl Vmm {
+    fn with_guest(
+        folder: &Path,
+        programs: &Programs,
+        cmdline: &str,
+    ) -> Result<Self, Box<dyn Error>> {
+        let memory = format!("size={MEMORY_MIB}M,shared=on{}", programs.memory);
+        let mut command = Command::new(programs.vmm);
+        command
+            .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
+            .arg(programs.guest)
+            .args(["--cpus", &format!("boot={}", programs.vcpus), "--memory", &memory])
+            .args(programs.options);
+        Self::spawn(&mut command, folder, "a")
+    }
+
     fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Self, Box<dyn Error>> {
         let socket = folder.join(name);
         let events = folder.join(format!("{name}.events"));

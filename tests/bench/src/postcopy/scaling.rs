@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use vm_migration::destination::READERS_MAX;
 use vm_migration::fault::{FaultSource as _, FaultWait};
 use vm_migration::layout::{Backing, PageRun};
 use vm_migration::options::urgent_connections_for;
@@ -129,7 +130,7 @@ fn one_reader(threads: usize) -> Result<Duration, Box<dyn Error>> {
 fn ours(threads: usize) -> Result<Duration, Box<dyn Error>> {
     let memory = FakeMemory::new(&[(0, PAGES as u64)], Backing::Shared, PAGE_BYTES as u64)
         .map_err(|error| error.to_string())?;
-    let readers = usize::from(urgent_connections_for(u32::try_from(threads)?));
+    let readers = usize::from(urgent_connections_for(u32::try_from(threads)?).min(READERS_MAX));
     let source = Uffd::register(Arc::clone(&memory), readers)?;
     let took = std::thread::scope(|scope| {
         let readers: Vec<_> = (0..source.readers())

@@ -8,7 +8,7 @@
 
 mod judge;
 pub mod measure;
-mod watch;
+pub mod watch;
 
 use std::error::Error;
 use std::process::Command;
@@ -190,7 +190,7 @@ fn sample(
     let ours = |option: &str| start(programs, option);
     let local = || {
         let send = format!(",downtime_ms={downtime_ms},local=on");
-        Ours::start_local(programs, workload.cmdline, &send)
+        Ours::start_local(programs, workload.cmdline, "", &send)
     };
     let qemu =
         |channels| Qemu::start(programs, workload.cmdline, Way::Precopy { downtime_ms, channels });
