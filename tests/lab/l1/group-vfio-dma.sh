@@ -80,12 +80,14 @@ restored() {
 # or it would depend on who is faster what is.
 all_of_it() {
   leads_to $first
-  start_guest $1 1 --device path=$PLACE,id=edu,pin=strict || failed start_$4 "the VMM did not start"
+  start_guest $1 1 -v --device path=$PLACE,id=edu,pin=strict || failed start_$4 "the VMM did not start"
   check boots_with_$4 wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus"
   check begins_with_$4 begins $1
   check dma_is_right_with_$4 eval "dma $1 fill && dma $1 check"
   check stays_within_the_downtime_with_$4 stays $1 $1.other $second
   check moves_with_$4 move $1 $2 $second
+  # Beside the document: this is logged when all of it is acknowledged.
+  check state_came_as_bytes_with_$4 grep -E "[1-9][0-9]* bytes of the state of 1 devices were sent" $T/$1.vmm.log
   check dma_is_right_after_the_move_with_$4 dma $2 check
   check restores_with_$4 eval "dma $2 zero && restored $2 $3"
   check dma_is_right_after_the_restore_with_$4 dma $3 check

@@ -30,7 +30,7 @@ GUEST_INITRAMFS=/lab/initramfs-amd64.gz
 # The program is on the second disk.
 DISK_OPTIONS=" path=/lab/ports,readonly=on"
 
-start_guest a 1 --device path=$PLACE,id=card || failed start "the VMM did not start"
+start_guest a 1 -v --device path=$PLACE,id=card || failed start "the VMM did not start"
 check boots_with_a_serial_card wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 
 # Where the guest has the card: its ports, and the names of its lines.
@@ -144,7 +144,7 @@ move() {
   ends $1 60 || return 1
   state_is $2 Running && open_console $2
 }
-# A card with one line: the destination finds that out when the guest has stopped.
+# A card with one line: the destination finds that out before the guest stops.
 other_hardware() {
   receives x 9 || return 1
   remote a send-migration --wait destination_url=unix:$T/x.mig >$T/refused.log 2>&1 && return 1
@@ -167,6 +167,9 @@ check a_peer_that_dies_fails_the_move peer_dies
 check all_is_well_without_the_peer all_is_well a
 
 check moves_in_precopy move a b 2
+# Beside the document: this is logged when all of it is acknowledged.
+came_as_bytes() { grep -E "[1-9][0-9]* bytes of the state of 1 devices were sent" $T/a.vmm.log; }
+check the_state_of_the_card_came_as_bytes came_as_bytes
 logs_dma() { ! grep -q "cannot log" $T/a.vmm.log; }
 check the_card_logs_its_dma logs_dma
 check all_is_well_where_it_arrived all_is_well b

@@ -48,6 +48,11 @@ comes_and_goes() {
   remote a add-device path=$buffer,id=buffer && one_writes a && the_line "other device: arrives" && the_line "where it moved to: arrives"
 }
 check other_device_comes_and_goes comes_and_goes
+# What is mapped of guest memory stays; BARs are mapped where the next guest has them.
+check restarts_itself_with_memory_mapped restarts_pinned a a 262144
+check disk_writes_to_guest_memory_after_restart one_writes a
+check and_to_the_other_device the_line "other device: arrives"
+check and_where_that_moved_to the_line "where it moved to: arrives"
 all_of_it_is_mapped() { ! grep -E "cannot reach all of device|stays mapped" $T/a.vmm.log; }
 check all_of_it_is_mapped all_of_it_is_mapped
 power_button() { remote $1 power-button && wait_until 60 says $1 "POWER-BUTTON" && ends $1 60; }

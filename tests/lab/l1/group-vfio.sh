@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # A Debian guest with a passed-through NVMe disk, SATA controller and network card (virtio, but behind the
 # IOMMU, so that it is hardware as far as this machine is concerned): drivers, DMA by content in both
-# directions, MSI-X, MSI and the interrupt pin, reboot, what a VM with devices refuses, and memory that is
-# mapped while the guest runs.
+# directions, MSI-X, MSI and the interrupt pin, reboot with all memory mapped, what a VM with devices refuses, and
+# memory that is mapped while the guest runs.
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed,romfile=@LAB@/vfio-rom.img
 # machine: -device ich9-ahci,id=sata -drive if=none,id=p1,file=@LAB@/vfio.img,format=raw,snapshot=on -device ide-hd,drive=p1,bus=sata.0
 # machine: -netdev hubport,id=h0,hubid=0 -device virtio-net-pci,netdev=h0,romfile=,mac=52:54:00:00:02:01
@@ -123,11 +123,21 @@ refuses_to_be_saved() {
   grep -q "'disk': its driver.*'nic': its driver.*'sata': its driver" $T/refused.log
 }
 check refuses_to_be_saved refuses_to_be_saved
-guest_restarts_itself() {
-  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2
-}
-check guest_restarts_itself guest_restarts_itself
+# Memory stays mapped, by groups that are open without their devices.
+check guest_restarts_itself_with_memory_mapped restarts_pinned a a 262144
+check memory_is_pinned_after_restart eval "info a '\"state\": *\"Pinned\"' && info a '\"pinned_bytes\": *268435456'"
 check reads_by_dma_after_restart reads_what_is_there a
 check writes_by_dma_after_restart writes_and_reads_back a
+check network_from_guest_after_restart from_guest a
+# is_open_elsewhere FUNCTION: this process cannot open its group, of which it can be open once.
+is_open_elsewhere() { ! (exec 8<>"/dev/vfio/$(basename "$(readlink $1/iommu_group)")") 2>/dev/null; }
+is_free() { ! is_open_elsewhere $1; }
+sata_goes() {
+  is_open_elsewhere $sata && is_open_elsewhere $nic || return 1
+  remote a remove-device sata && wait_until 30 happened a device-removed || return 1
+  wait_until 10 is_free $sata && is_open_elsewhere $nic && pinned_is a 262144 && reads_what_is_there a
+}
+# By iommufd no group is open.
+[ -n "$PASS_BY" ] || check a_device_that_goes_then_takes_its_group_along_but_no_memory sata_goes
 power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
 check power_button_ends_the_vmm power_button
