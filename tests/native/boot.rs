@@ -8,20 +8,25 @@ use tempfile::TempDir;
 
 use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, image, process};
 
+/// Kinds of memory: a name, the options, and flags of the kernel for its mapping (`VmFlags` in proc(5)) that it must
+/// have and must not have: `sh` shared, `nr` no reservation, `hg` and `nh` with and without transparent huge pages, `mg`
+/// merged.
+type Backing = (&'static str, &'static str, &'static [&'static str], &'static [&'static str]);
+const BACKINGS: [Backing; 6] = [
+    ("anonymous", "size=192M", &["nr"], &["sh", "nh", "mg"]),
+    ("shared", "size=192M,shared=on", &["sh", "nr"], &["nh", "mg"]),
+    ("no_thp", "size=192M,shared=on,thp=off", &["sh", "nr"], &["hg", "mg"]),
+    ("prefault", "size=192M,shared=on,prefault=on", &["sh", "nr"], &["nh", "mg"]),
+    ("reserve", "size=192M,shared=on,reserve=on", &["sh"], &["nr", "mg"]),
+    ("mergeable", "size=192M,mergeable=on", &["mg", "nr"], &["sh"]),
+];
+
 pub fn add(suite: &mut Suite) {
     for vcpus in [1, 2, 4] {
         suite.add(&format!("boot::vcpus_{vcpus}"), move || boots_with_vcpus(vcpus));
     }
-    let backings: [(&str, &str); 6] = [
-        ("anonymous", "size=192M"),
-        ("shared", "size=192M,shared=on"),
-        ("no_thp", "size=192M,shared=on,thp=off"),
-        ("prefault", "size=192M,shared=on,prefault=on"),
-        ("reserve", "size=192M,shared=on,reserve=on"),
-        ("mergeable", "size=192M,mergeable=on"),
-    ];
-    for (name, memory) in backings {
-        suite.add(&format!("boot::memory_{name}"), move || works_in(memory));
+    for (name, memory, with, without) in BACKINGS {
+        suite.add(&format!("boot::memory_{name}"), move || works_in(memory, with, without));
     }
     suite.add("boot::memory_hugepages", hugepages);
     suite.add("boot::memory_zones", zones);
@@ -44,8 +49,37 @@ fn boots_with_vcpus(vcpus: u32) {
     vmm.shut_down();
 }
 
-fn works_in(memory: &str) {
+/// The fields of the mappings of guest memory: those that are as long as it, by a name and the rest of the line.
+fn mappings(vmm: &Vmm, len_bytes: u64) -> Vec<Vec<(String, String)>> {
+    let path = format!("/proc/{}/smaps", vmm.pid());
+    let text = fs::read_to_string(path).expect("its mappings");
+    let mut all: Vec<Vec<(String, String)>> = Vec::new();
+    for line in text.lines() {
+        match line.split_once(':') {
+            Some((name, rest)) if !name.contains(' ') => {
+                let last = all.last_mut().expect("the first line of a mapping");
+                last.push((name.to_owned(), rest.trim().to_owned()));
+            }
+            _ => all.push(Vec::new()),
+        }
+    }
+    let size = format!("{} kB", len_bytes >> 10);
+    all.retain(|mapping| mapping.contains(&("Size".to_owned(), size.clone())));
+    assert!(!all.is_empty(), "no mapping of {size}");
+    all
+}
+
+fn field<'a>(mapping: &'a [(String, String)], name: &str) -> &'a str {
+    mapping.iter().find(|(field, _)| field == name).map_or("", |(_, value)| value)
+}
+
+fn works_in(memory: &str, with: &[&str], without: &[&str]) {
     let vmm = Vmm::boot(2, memory, "workload=random-write mem=64M");
+    for mapping in mappings(&vmm, 192 << 20) {
+        let flags: Vec<&str> = field(&mapping, "VmFlags").split(' ').collect();
+        assert!(with.iter().all(|flag| flags.contains(flag)), "{with:?} of {flags:?}");
+        assert!(!without.iter().any(|flag| flags.contains(flag)), "none of {without:?}: {flags:?}");
+    }
     vmm.wait_for_work(20_000);
     let report = vmm.verify();
     assert_eq!(report.written, (64 << 20) / 4096, "{report:?}");
@@ -55,6 +89,9 @@ fn works_in(memory: &str) {
 fn hugepages() {
     let _pool = HugePages::borrow(96);
     let vmm = Vmm::boot(1, "size=192M,shared=on,hugepages=on", "workload=random-write mem=64M");
+    for mapping in mappings(&vmm, 192 << 20) {
+        assert_eq!(field(&mapping, "KernelPageSize"), "2048 kB", "{mapping:?}");
+    }
     vmm.wait_for_work(10_000);
     vmm.verify();
     vmm.shut_down();

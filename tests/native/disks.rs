@@ -148,7 +148,12 @@ pub fn written(vmm: &Vmm) -> u64 {
 /// Waits until the guest has written so many more.
 #[track_caller]
 pub fn write_more(vmm: &Vmm, blocks: u64) {
-    let target = written(vmm) + blocks;
+    write_until(vmm, written(vmm) + blocks);
+}
+
+/// Waits until the guest has written so many in all.
+#[track_caller]
+pub fn write_until(vmm: &Vmm, target: u64) {
     wait_for("blocks written by the guest", || (written(vmm) >= target).then_some(()));
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::disks::{DISK_BYTES, MEMORY, holds, write_more, written};
+use crate::disks::{DISK_BYTES, MEMORY, holds, write_more, write_until, written};
 use crate::harness::migrate::migrate;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
 
@@ -51,7 +51,7 @@ fn guest(path: &std::path::Path, limit: &str) -> Vmm {
 #[track_caller]
 fn takes_its_time(vmm: &Vmm, since: Instant) {
     let blocks = 15 * BUCKET;
-    write_more(vmm, blocks - written(vmm).min(blocks));
+    write_until(vmm, blocks);
     assert!(written(vmm) >= blocks);
     // The first bucket is full, and the last request may go beyond.
     assert!(since.elapsed() >= REFILL * 14, "{blocks} blocks in {:?}", since.elapsed());
@@ -101,7 +101,7 @@ fn of_a_group() {
 fn waiting(path: &std::path::Path) -> Vmm {
     let vmm = guest(path, SLOW);
     // 20 of the burst, and one of the bucket.
-    write_more(&vmm, 21 - written(&vmm));
+    write_until(&vmm, 21);
     vmm
 }
 
@@ -119,7 +119,7 @@ fn prompt() {
     assert_eq!(written(&vmm), 21);
     // A new machine begins with full buckets, also of what was there once.
     api.put("vm.reboot", "").ok();
-    write_more(&vmm, 21 - written(&vmm));
+    write_until(&vmm, 21);
     assert_eq!(written(&vmm), 21);
     vmm.shut_down();
     assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
@@ -133,7 +133,7 @@ fn moved() {
         let destination = Vmm::empty();
         migrate(source, &destination, Transport::Tcp, mode);
         // The request that waited is carried out, and as many as full buckets allow.
-        write_more(&destination, 42 - written(&destination));
+        write_until(&destination, 42);
         destination.api().put("vm.pause", "").ok();
         assert_eq!(written(&destination), 42);
         holds(&path, 42);

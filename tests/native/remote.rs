@@ -14,12 +14,13 @@ use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
 /// Subcommands that do something, and those that are known and refused by name.
-const WORKING: [&str; 16] = [
+const WORKING: [&str; 18] = [
     "boot",
     "counters",
     "create",
     "delete",
     "info",
+    "metrics",
     "pause",
     "ping",
     "power-button",
@@ -31,6 +32,7 @@ const WORKING: [&str; 16] = [
     "shutdown-vmm",
     "migration-progress",
     "migration-report",
+    "upgrade",
 ];
 
 pub fn add(suite: &mut Suite) {
@@ -61,6 +63,9 @@ fn life_cycle() {
     vmm.wait_for_heartbeat();
     assert_eq!(json(&vmm.remote_ok(&["info"]))["state"], "Running");
     assert!(json(&vmm.remote_ok(&["counters"])).is_object());
+    let metrics = vmm.remote_ok(&["metrics"]);
+    assert!(metrics.contains("\ngodwit_vm_state{state=\"running\"} 1\n"), "{metrics}");
+    assert!(metrics.ends_with("\n# EOF\n"), "{metrics}");
     vmm.remote_ok(&["pause"]);
     assert_eq!(json(&vmm.remote_ok(&["info"]))["state"], "Paused");
     vmm.remote_ok(&["resume"]);

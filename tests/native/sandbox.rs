@@ -153,7 +153,7 @@ fn capabilities() {
             // It starts those of network and vsock devices.
             "device-start" => sum(&[DAC_OVERRIDE, 2, NET_ADMIN, IPC_LOCK]),
             // They remove sockets.
-            "http-server" | "put-back" => sum(&[DAC_OVERRIDE, 2, 3]),
+            "http-server" | "metrics-server" | "put-back" => sum(&[DAC_OVERRIDE, 2, 3]),
             _ => 0,
         };
         assert_eq!(held & !allowed, 0, "{name}: {held_now:x?}");

@@ -2,13 +2,15 @@
 //! Snapshots: a guest that writes is saved, its VMM killed, and the guest restored by another one;
 //! every page is compared, and the guest itself must have seen nothing wrong.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::harness::process::memfds_kib;
 use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, wait_for};
+use crate::recorded;
 
 pub fn add(suite: &mut Suite) {
     for mode in ["copy", "ondemand"] {
@@ -49,6 +51,25 @@ pub fn place() -> (TempDir, String) {
     let folder = TempDir::with_prefix("godwit-snapshot-").expect("a folder");
     let url = format!("file://{}", folder.path().display());
     (folder, url)
+}
+
+/// Changes a document of a snapshot, `state` or `config`, and what the manifest says of it.
+pub fn change(directory: &Path, document: &str, change: impl FnOnce(&mut Value)) {
+    let path = |name: &str| directory.join(format!("{name}.json"));
+    let read = |name: &str| -> Value {
+        let text = fs::read(path(name)).expect("it can be read");
+        serde_json::from_slice(&text).expect("JSON")
+    };
+    let (mut changed, mut manifest) = (read(document), read("manifest"));
+    change(&mut changed);
+    let text = changed.to_string();
+    manifest["snapshot"][document] =
+        json!({"len_bytes": text.len(), "crc32c": recorded::crc32c(text.as_bytes())});
+    let body = manifest["snapshot"].to_string();
+    let crc = recorded::crc32c(body.as_bytes());
+    fs::write(path(document), text).expect("written");
+    fs::write(path("manifest"), format!(r#"{{"crc32c":{crc},"snapshot":{body}}}"#))
+        .expect("written");
 }
 
 /// Pauses the VM and saves it.

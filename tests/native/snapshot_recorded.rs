@@ -10,11 +10,9 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-use serde_json::{Value, json};
-
 use crate::harness::{Suite, VmmBuilder, skip};
 use crate::recorded;
-use crate::snapshot::save;
+use crate::snapshot::{self, save};
 
 const PAGE: usize = 4096;
 const ENTRY: usize = 8 + PAGE;
@@ -102,27 +100,8 @@ fn record() {
     for name in COPIED {
         fs::copy(snapshot.join(name), target.join(name)).expect("copied");
     }
-    change_state(target, recorded::neutral);
+    snapshot::change(target, "state", recorded::neutral);
     pack(&snapshot, target);
-}
-
-/// Changes the state of a snapshot, and what the manifest says of it.
-fn change_state(directory: &Path, change: impl FnOnce(&mut Value)) {
-    let path = |name: &str| directory.join(name);
-    let read = |name: &str| -> Value {
-        let text = fs::read(path(name)).expect("it can be read");
-        serde_json::from_slice(&text).expect("JSON")
-    };
-    let (mut state, mut manifest) = (read("state.json"), read("manifest.json"));
-    change(&mut state);
-    let state = state.to_string();
-    manifest["snapshot"]["state"] =
-        json!({"len_bytes": state.len(), "crc32c": recorded::crc32c(state.as_bytes())});
-    let body = manifest["snapshot"].to_string();
-    let crc = recorded::crc32c(body.as_bytes());
-    fs::write(path("state.json"), state).expect("written");
-    let manifest = format!(r#"{{"crc32c":{crc},"snapshot":{body}}}"#);
-    fs::write(path("manifest.json"), manifest).expect("written");
 }
 
 fn reads(version: &str) {
@@ -132,7 +111,7 @@ fn reads(version: &str) {
         fs::copy(recorded.join(name), folder.path().join(name)).expect("copied");
     }
     if version.ends_with("-generic") {
-        change_state(folder.path(), recorded::adapt);
+        snapshot::change(folder.path(), "state", recorded::adapt);
     }
     unpack(&recorded, folder.path());
     make_disk(folder.path());

@@ -214,6 +214,7 @@ fn layout() {
         memory_mode: vm_migration::MemoryMode::Precopy,
         bulk_connections: 0,
         urgent_connections: 0,
+        many_urgent_connections: None,
         regions: vec![region],
         recover_timeout_ms: None,
     };

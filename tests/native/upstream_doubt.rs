@@ -88,7 +88,8 @@ fn all_is_refused() {
     let (here, _) = doubtful();
     let api = here.vmm.api();
     let held = Held::by(&here.vmm);
-    let answered = ["vmm.ping", "vm.info", "vm.migration-progress", "vm.migration-report"];
+    let answered =
+        ["vmm.ping", "vm.info", "vm.migration-progress", "vm.migration-report", "vm.metrics"];
     // What needs a VM is refused for the doubt; the rest is answered, or refused for what it asks for.
     let others = [
         "vm.create",

@@ -331,15 +331,24 @@ pub fn anonymous_line(line: &str) -> Option<(u64, u64)> {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+    use std::os::fd::AsRawFd;
+
     use rustix::fs::{MemfdFlags, memfd_create};
+    use rustix::io::fcntl_dupfd_cloexec;
 
     use super::*;
 
+    /// Above all descriptors that the tests beside this one open and close: without it, a file that comes later
+    /// may take a lower one that is free again.
+    const LEAST_DESCRIPTOR: i32 = 800;
+
     #[test]
     fn files_come_in_the_order_asked_for_and_then_by_descriptor() {
+        let mut least = LEAST_DESCRIPTOR;
         let files = ["third", "first", "second"].map(|name| {
             let file = memfd_create(format!("ram-order-{name}"), MemfdFlags::CLOEXEC).unwrap();
-            let file = File::from(file);
+            let file = File::from(fcntl_dupfd_cloexec(&file, least).unwrap());
+            least = file.as_raw_fd() + 1;
             file.set_len(PAGE_BYTES).unwrap();
             file
         });

@@ -27,6 +27,7 @@ use crate::harness::{Suite, Vmm, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
     suite.add("clients::libvirt_runs_saves_and_restores_a_domain", domain);
+    suite.add("clients::libvirt_has_the_serial_port_at_a_socket", serial_socket);
     suite.add("clients::libvirt_finds_every_event", events);
     suite.add("clients::libvirt_reads_the_version", version);
 }
@@ -310,6 +311,28 @@ fn domain() {
     monitor.put_chunked("vm.resume");
     monitor.put("vm.shutdown");
     monitor.wait_for_event("vm:shutdown");
+    monitor.abort();
+}
+
+/// A domain whose serial port is a socket, and whose network is behind the IOMMU.
+fn serial_socket() {
+    let place = Place::new();
+    let mut monitor = Monitor::start(&place);
+    let mut config = config(&place);
+    config["serial"] = json!({"mode": "Socket", "socket": place.text("serial")});
+    monitor.put_json("vm.create", &config);
+    let tap = Tap::open();
+    let mut body = net(0);
+    body["iommu"] = json!(true);
+    let mut stream = connect(&monitor.socket);
+    by_hand(&mut stream, "vm.add-net", &body, &[tap.fd.as_fd()], ADD_LIMIT);
+    monitor.put("vm.boot");
+    monitor.wait_for_event("vm:booted");
+    let info = monitor.info();
+    assert_eq!(info["config"]["net"][0]["iommu"], true, "{info}");
+    assert!(info["config"]["console"]["file"].is_string(), "{info}");
+    wait_for_socket(&place.at("serial"));
+    monitor.vmm.wait_for_heartbeat();
     monitor.abort();
 }
 

@@ -40,11 +40,13 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(2);
 
 /// Waits until `attempt` gives something; panics with `what` when it does not.
+#[track_caller]
 pub fn wait_for<T>(what: &str, attempt: impl FnMut() -> Option<T>) -> T {
     wait_within(PATIENCE, what, attempt)
 }
 
 /// The same with a time of its own.
+#[track_caller]
 pub fn wait_within<T>(patience: Duration, what: &str, mut attempt: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

@@ -50,6 +50,7 @@ pub fn kill_all() {
 }
 
 /// What a VMM is started with.
+#[derive(Clone)]
 pub struct VmmBuilder {
     arguments: Vec<OsString>,
     wrapper: Vec<OsString>,
@@ -169,7 +170,7 @@ impl VmmBuilder {
             .spawn()
             .expect("the VMM can be started");
         running().push(child.id());
-        Vmm { child, folder, status: None }
+        Vmm { child, folder, status: None, successor: None }
     }
 
     /// Starts it and waits until its API answers, and the VM of its command line runs.
@@ -200,6 +201,8 @@ pub struct Vmm {
     child: Child,
     folder: TempDir,
     status: Option<ExitStatus>,
+    /// The process that has its place, which is no child of this one.
+    successor: Option<u32>,
 }
 
 impl Vmm {
@@ -217,7 +220,17 @@ impl Vmm {
 
     /// Process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.successor.unwrap_or_else(|| self.child.id())
+    }
+
+    /// Another process has its place, its socket and its guest: what is asked of the guest is asked there.
+    pub fn is_taken_over_by(&mut self, pid: u32) {
+        self.successor = Some(pid);
+    }
+
+    /// The folder of its files.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// A path in its folder.

@@ -20,10 +20,10 @@ macro_rules! skip {
 /// What `skip!` calls.
 pub fn skip(reason: Arguments<'_>) {
     let thread = std::thread::current();
-    // The harness names a test's thread after it, but runs it on its own when it has only one; the
-    // line that it has begun is then ended first.
+    // The harness names a test's thread after it, but runs it on its own when it has only one. It may have begun a
+    // line, which is ended first.
     let line = match thread.name() {
-        Some(test) if test != "main" => format!("SKIPPED {test}: {reason}\n"),
+        Some(test) if test != "main" => format!("\nSKIPPED {test}: {reason}\n"),
         _ => format!("\nSKIPPED the test that runs now: {reason}\n"),
     };
     // Not eprintln!, which the harness captures. One write, so that tests at the same time do not mix.
