@@ -19,11 +19,17 @@ const PENDING: u16 = 0x4703;
 const CONFIRM: u16 = 0x4704;
 const ELSEWHERE: u16 = 0x4705;
 const POSTCOPY_DONE: u16 = 0x4706;
+const BLOBS: u16 = 0x4717;
+const BLOB_CHUNK: u16 = 0x4718;
+const BLOBS_WRITTEN: u16 = 0x4719;
+const CHECK: u16 = 0x471a;
+const CHECK_BYTES: u16 = 0x471b;
 
 const OFFER: [u8; 6] = *b"\0\0GwC1";
 
 const CAPABILITIES_JSON: &[u8] = br#"{"software":"godwit 0.1.0","features":["zero-pages","confirm-handover","postcopy"],"memory_mode":"postcopy","bulk_connections":1,"urgent_connections":1,"regions":[{"name":"mem0","gpa":0,"len_bytes":1048576,"host_page_bytes":4096,"backing":"shared"}]}"#;
 const ACCEPTED_JSON: &[u8] = br#"{"software":"godwit 0.1.0","features":["postcopy"],"token":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]}"#;
+const BLOBS_JSON: &[u8] = br#"{"blobs":[{"name":"gpu0","len_bytes_max":64,"about":{"hardware":{"device":1}}},{"name":"gpu1","len_bytes_max":1073741824,"about":null}]}"#;
 /// Both regions of the small machine: three runs, then the plain bitmap of 64 pages.
 const PENDING_SETS: [u8; 17] =
     [0, 3, 0, 1, 5, 2, 0x20, 0x90, 1, 1, 0xff, 0, 0xff, 0, 0xff, 0, 0xff];
@@ -43,6 +49,10 @@ fn table(code: u16, ranges: &[(u64, u64)]) -> Vec<u8> {
         .flat_map(|(gpa, len)| [gpa.to_le_bytes(), len.to_le_bytes()].concat())
         .collect();
     plain(code, &payload)
+}
+
+fn chunk(blob: u8, offset: u64, bytes: &[u8]) -> Vec<u8> {
+    message(BLOB_CHUNK, [blob, 0, 0, 0, 0, 0], &[&offset.to_le_bytes()[..], bytes].concat())
 }
 
 pub fn seeds() -> Vec<Seed> {
@@ -78,10 +88,29 @@ pub fn seeds() -> Vec<Seed> {
         plain(COMPLETE_PAUSED, &[]),
         plain(ABANDON, b"the guest has no disk"),
     ];
+    // Of two devices, on several connections: some bytes are early.
+    let devices = [
+        plain(BLOBS, BLOBS_JSON),
+        chunk(0, 4, b"ware"),
+        chunk(1, 0, b"rings"),
+        chunk(0, 0, b"firm"),
+        chunk(0, 8, b""),
+        chunk(1, 5, b""),
+        plain(BLOBS_WRITTEN, &[8, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0]),
+        plain(STATE, state),
+    ];
+    let request = [br#"{"move_bytes":1048576,"offer":"#, CAPABILITIES_JSON, b"}"].concat();
+    let check = [
+        plain(CHECK, &[]),
+        plain(CAPABILITIES, &request),
+        plain(CONFIG, config),
+        plain(CHECK_BYTES, &[7; 64]),
+    ];
     let answers = [
         message(1, OFFER, &[]),
         plain(1, ACCEPTED_JSON),
         plain(1, &[]),
+        plain(1, br#"{"problems":["tap 'lan' is missing"],"warnings":["it is slow"]}"#),
         plain(2, b"no room for 1 GiB"),
     ];
     [
@@ -91,6 +120,8 @@ pub fn seeds() -> Vec<Seed> {
         ("pending", plain(PENDING, &PENDING_SETS)),
         ("urgent", urgent.concat()),
         ("local", local.concat()),
+        ("devices", devices.concat()),
+        ("check", check.concat()),
         ("answers", answers.concat()),
         ("role", [&[2, 0][..], &[7; 16]].concat()),
     ]

@@ -127,6 +127,15 @@ const STATES: &[(&str, &str)] = &[
         r#"{"kind":"virtio-block","version":1,"data":{"writeback":true,"capacity_sectors":128,"readonly":false}}"#,
     ),
     (
+        "pmem",
+        r#"{"kind":"virtio-pmem","version":1,"data":{"gpa":4294967296,"len_bytes":2097152}}"#,
+    ),
+    (
+        "vhost-user-net",
+        r#"{"kind":"vhost-user-net","version":1,"data":{"active_pairs":2,"announce_pending":true,"mtu":1500}}"#,
+    ),
+    ("vhost-user-fs", r#"{"kind":"vhost-user-fs","version":1,"data":{"back_end":"00ff"}}"#),
+    (
         "tpm",
         r#"{"kind":"tpm","version":1,"data":{"registers":{"is_assigned":true,"is_idle":false,"buffer":[128,1]},"permanent":{"flags":0,"bytes":[1,2]},"volatile":{"flags":1,"bytes":[]},"save_state":{"flags":0,"bytes":[]}}}"#,
     ),

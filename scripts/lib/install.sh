@@ -42,14 +42,19 @@ have_package() {
     acpica-tools) command -v iasl ;;
     ca-certificates) [ -s /etc/ssl/certs/ca-certificates.crt ] || [ -s /etc/pki/tls/certs/ca-bundle.crt ] ;;
     debian-archive-keyring) [ -s /usr/share/keyrings/debian-archive-keyring.gpg ] ;;
+    dpkg-dev) command -v dpkg-gencontrol ;;
     dwarves) command -v pahole ;;
     e2fsprogs) command -v mke2fs ;;
+    groff-base) command -v groff ;;
+    golang-go) command -v go && command -v gofmt ;;
     kmod) command -v modprobe ;;
     # No pipe: what writes to one that nothing reads fails, and the look with it.
     libc6-dev) cc -x c -o /dev/null - <<<'int main(void) { return 0; }' ;;
     libelf-dev | libssl-dev) return 1 ;;
     libelf1) ldconfig -p | grep -q 'libelf\.so\.1 ' ;;
+    maven) command -v mvn && command -v java ;;
     qemu-utils) command -v qemu-img ;;
+    systemd) command -v systemd-analyze && command -v systemd-sysusers ;;
     uidmap) command -v newuidmap ;;
     util-linux) command -v setpriv ;;
     xz-utils) command -v xz ;;
