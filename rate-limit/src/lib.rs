@@ -5,8 +5,8 @@
 //!
 //! Owns one atomic for each limit: the time at which the next piece of work may begin. A thread advances it by the
 //! time that its bytes take, and waits until the old value. No thread holds a lock, and none exceeds the
-//! rate by more than one reservation. A [`RateLimit`] must never let a pause be made up for by a
-//! burst afterwards.
+//! rate by more than one reservation and the limit's allowance for lateness. A [`RateLimit`] must never let a
+//! pause be made up for by a longer burst than that.
 
 mod bucket;
 
@@ -25,13 +25,22 @@ pub struct RateLimit {
     start: Instant,
     /// Nanoseconds after `start`.
     free_at: AtomicU64,
+    /// How much a thread that is late may make up for at once.
+    late_bytes: u64,
 }
 
 impl RateLimit {
     /// A limit of `bytes_per_s`; 0 for none.
     pub fn new(bytes_per_s: u64) -> Self {
         let bytes_per_s = AtomicU64::new(bytes_per_s);
-        Self { bytes_per_s, start: Instant::now(), free_at: AtomicU64::new(0) }
+        Self { bytes_per_s, start: Instant::now(), free_at: AtomicU64::new(0), late_bytes: 0 }
+    }
+
+    /// The same, but a thread that comes after its turn makes up for up to `late_bytes` at once: pieces that
+    /// take less time than a busy host needs to wake a thread would else keep far below the rate.
+    #[must_use]
+    pub fn with_lateness(self, late_bytes: u64) -> Self {
+        Self { late_bytes, ..self }
     }
 
     /// The rate; 0 for none.
@@ -69,14 +78,18 @@ impl RateLimit {
 
     /// The same as [`reserve`](Self::reserve) with a clock of the caller's; returns the moment.
     fn reserve_at(&self, now: u64, bytes: u64) -> u64 {
-        let Some(takes) = (u128::from(bytes) * NANOS_PER_S).checked_div(self.bytes_per_s().into())
-        else {
+        let rate = self.bytes_per_s();
+        let time_of = |bytes: u64| {
+            let nanos = (u128::from(bytes) * NANOS_PER_S).checked_div(rate.into())?;
+            Some(u64::try_from(nanos).unwrap_or(u64::MAX))
+        };
+        let (Some(takes), Some(late)) = (time_of(bytes), time_of(self.late_bytes)) else {
             return now;
         };
-        let takes = u64::try_from(takes).unwrap_or(u64::MAX);
+        let earliest = now.saturating_sub(late);
         let mut free_at = self.free_at.load(Ordering::Relaxed);
         loop {
-            let begin = free_at.max(now);
+            let begin = free_at.max(earliest);
             let end = begin.saturating_add(takes);
             let swap = self.free_at.compare_exchange_weak(
                 free_at,
@@ -115,6 +128,22 @@ mod tests {
         assert_eq!(limit.reserve_at(10_000_000_000, 1), 10_000_000_000);
         assert_eq!(limit.reserve_at(10_000_000_000, 1), 10_001_000_000);
         assert_eq!(limit.bytes_in(Duration::from_millis(5)), Some(5));
+    }
+
+    #[test]
+    fn a_late_thread_makes_up_for_a_little() {
+        let limit = RateLimit::new(1000).with_lateness(20);
+        assert_eq!(limit.reserve_at(1_000_000_000, 10), 980_000_000);
+        assert_eq!(limit.reserve_at(1_000_000_000, 10), 990_000_000);
+        assert_eq!(limit.reserve_at(1_000_000_000, 10), 1_000_000_000);
+        assert_eq!(limit.reserve_at(1_000_000_000, 10), 1_010_000_000, "no more than was allowed");
+        // Each piece begins a millisecond after its turn: nothing is lost.
+        let last = (0..100).fold(1_020_000_000, |now, _| {
+            let late = limit.reserve_at(now, 0).max(now) + 1_000_000;
+            limit.reserve_at(late, 1);
+            late
+        });
+        assert_eq!((last, limit.reserve_at(last, 0)), (1_120_000_000, 1_120_000_000));
     }
 
     #[test]

@@ -152,7 +152,8 @@ impl<M: GuestMemoryMap> Server<M> {
             pieces
         });
         let largest = grains.iter().map(|grain| grain.piece_pages).max().unwrap_or(1);
-        let bandwidth_limit = RateLimit::new(background_pace(options, largest * PAGE_BYTES));
+        let pace = background_pace(options, largest * PAGE_BYTES);
+        let bandwidth_limit = RateLimit::new(pace).with_lateness(pages::CHUNK_BYTES);
         progress.counters.guest_vcpus.store(options.vcpus.unwrap_or(0), Ordering::Relaxed);
         let server = Self {
             memory,

@@ -21,7 +21,7 @@ use crate::transport::{Connection, Part};
 
 /// Bytes that a background thread, or an answer, claims at once: 50 us at 10 Gbit/s, so that little waits
 /// behind it.
-const CHUNK_BYTES: u64 = 64 << 10;
+pub(super) const CHUNK_BYTES: u64 = 64 << 10;
 
 /// The longest time that a chunk may take under a bandwidth limit.
 const BULK_CHUNK_TIME: std::time::Duration = std::time::Duration::from_micros(500);
