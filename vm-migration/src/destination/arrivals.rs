@@ -11,6 +11,7 @@
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
+use super::refusals;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::options::CONNECTIONS_MAX;
@@ -39,10 +40,6 @@ pub(super) const FIRST_PAYLOAD_BYTES_MAX: usize = 64;
 
 /// Longest hello.
 const HELLO_BYTES_MAX: usize = HEADER_BYTES + FIRST_PAYLOAD_BYTES_MAX;
-
-/// The refusal, sent without TLS, of a connection without TLS where TLS is required.
-pub(crate) const NEEDS_TLS: &str =
-    "connections to this destination use TLS: give tls_dir to send-migration as well";
 
 /// The refusal, sent without TLS, of a connection with TLS where TLS is not used. The peer sees that it is
 /// not a TLS record.
@@ -166,7 +163,7 @@ impl Arrivals {
                 }
                 HelloState::Complete => hellos.push(pending.hello(self.expect)),
                 HelloState::Failed(TlsError::NotTls) => {
-                    self.refuse(Channel::new(pending.connection), NEEDS_TLS);
+                    self.refuse(Channel::new(pending.connection), refusals::NEEDS_TLS);
                 }
                 HelloState::Failed(error) => {
                     self.complaints.about(&error_text::chain(&error));
@@ -268,16 +265,18 @@ impl Pending {
             Expect::Role if self.begins => HEADER_BYTES,
             Expect::RoleAndToken if begins(&self.said) => HEADER_BYTES,
             Expect::RoleAndToken if Role::read(&mut &self.said[..]).is_ok() => 2 + TOKEN_BYTES,
-            Expect::RoleAndToken if self.comes_back() => HEADER_BYTES + self.payload_len(),
+            Expect::RoleAndToken if self.is_message() => HEADER_BYTES + self.payload_len(),
             Expect::Role | Expect::RoleAndToken => 2,
             Expect::Message => HEADER_BYTES + self.payload_len(),
         }
     }
 
-    /// True when the first bytes are those of a source that has lost its connections.
-    fn comes_back(&self) -> bool {
+    /// True when the first bytes are those of a source that has lost its connections, or checks a migration.
+    fn is_message(&self) -> bool {
         let code = self.said.first_chunk::<2>().map(|code| u16::from_le_bytes(*code));
-        [Command::Recover, Command::Verdict].iter().any(|command| Some(command.code()) == code)
+        [Command::Recover, Command::Verdict, Command::Check]
+            .iter()
+            .any(|command| Some(command.code()) == code)
     }
 
     /// Payload length by the header of a message that may come first; 0 if there is none.

@@ -14,6 +14,7 @@ use super::arrivals::{Arrivals, Expect, Hello};
 use super::fault::FaultThreads;
 use super::late_reconnects;
 use super::receive::Agreed;
+use super::refusals;
 use super::rejoin::HELLO_TIMEOUT;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -166,11 +167,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                 Ok((known, word))
             }
             Hello::Message(_, channel) | Hello::Extra(_, _, channel) | Hello::Other(channel) => {
-                refused(
-                    "a VM has arrived here, and it is not known yet whether it runs where it was; \
-                     nothing else is received",
-                    channel,
-                )
+                refused(refusals::IN_DOUBT, channel)
             }
         }
     }

@@ -54,6 +54,7 @@ mod negotiate;
 mod own;
 mod preparing;
 mod receive;
+pub(crate) mod refusals;
 mod rejoin;
 mod resolver;
 mod run;
@@ -73,7 +74,6 @@ use crate::report::FailureReport;
 use crate::transport::{self, Address, ServerTls, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
-pub(crate) use arrivals::NEEDS_TLS;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use blobs::Blobs;
 use check::Checks;

@@ -23,7 +23,7 @@ use super::rejoin::Rejoin;
 use super::stale::Stale;
 use super::tables::{locate, take_frame, take_memory, take_zeros};
 use super::unpopulated::Unpopulated;
-use super::{Context, PhaseFailure, late_reconnects};
+use super::{Context, PhaseFailure, late_reconnects, refusals};
 use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
@@ -527,9 +527,8 @@ fn greet(
     let stranger = |channel| Err((ProtocolError::Token.to_string(), channel));
     let (role, shown, mut channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
-        Hello::Message(Message::Start { .. }, channel) => {
-            let why = "another VM is on its way to here; nothing else is received meanwhile";
-            return Err((why.to_string(), channel));
+        Hello::Message(Message::Start { .. } | Message::Check, channel) => {
+            return Err((refusals::ANOTHER_ARRIVES.to_string(), channel));
         }
         Hello::Message(_, channel) | Hello::Other(channel) => return stranger(channel),
     };

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::late_reconnects::{EndedMigration, LateReconnects, is_past};
 use super::negotiate::random_token;
+use super::refusals;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -95,10 +96,7 @@ impl Rejoin {
                 }
                 Hello::Other(channel)
                 | Hello::Message(_, channel)
-                | Hello::Extra(_, _, channel) => (
-                    "a VM is here already, and pages of it are still to come from where it was",
-                    channel,
-                ),
+                | Hello::Extra(_, _, channel) => (refusals::PAGES_TO_COME, channel),
             };
             arrivals.refuse(channel, reason);
         }

@@ -20,7 +20,7 @@ use crate::destination::CHECKS_MAX;
 use crate::layout::PAGE_BYTES;
 use crate::options::{Compression, Limits, SendOptions};
 use crate::progress::Phase;
-use crate::protocol::capabilities::{FEATURE_CHECK, features};
+use crate::protocol::capabilities::{FEATURE_CHECK, Offer, features};
 use crate::protocol::check::{
     CHECK_BYTES_MAX, CHECK_TRANSFER_BYTES_MAX, CheckFindings, CheckRequest,
 };
@@ -29,7 +29,7 @@ use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap as _;
 use crate::source::{CheckError, KnownBefore, check};
 use crate::testing::{FakeBlobs, FakeMemory, Inject};
-use crate::vm::{ArrivalCheck, AskedMigration};
+use crate::vm::{ArrivalCheck, AskedMigration, SourceVm as _};
 use crate::{Address, Cancel, Cause, MemoryMode, MigrationCheck, Side};
 
 /// Answers with these findings, perhaps when a gate is opened.
@@ -327,6 +327,20 @@ fn a_destination_that_leaves_stalls_or_sends_rubbish_ends_the_check_and_nothing_
 }
 
 #[test]
+fn a_destination_to_which_another_vm_is_on_its_way_is_a_problem() {
+    let pair = Pair::usual();
+    let mut other = connect(&pair.target.address);
+    let start = Message::Start { version: 0, offer: true }.encode();
+    say(&mut other, &[start, Message::Capabilities(offer(&pair).to_json()).encode()]);
+    other.write_all(&Message::Config(pair.vm().config_json().unwrap()).encode()).unwrap();
+    let found = ask(&mut pair.vm(), &pair.options()).unwrap();
+    assert!(texts(&found)[0].1.contains("another VM is on its way to here"), "{found:?}");
+    assert_eq!(found.problems.len(), 1, "{found:?}");
+    drop(other);
+    pair.target.join().unwrap_err();
+}
+
+#[test]
 fn a_cancel_ends_a_check_that_waits() {
     let from = memory();
     let guest = Guest::new(&from, 1);
@@ -346,9 +360,8 @@ fn connect(address: &Address) -> TcpStream {
     TcpStream::connect((host.as_str(), *port)).unwrap()
 }
 
-/// The messages of a source up to each step.
-fn messages(pair: &Pair) -> Vec<Vec<u8>> {
-    let offer = crate::protocol::capabilities::Offer {
+fn offer(pair: &Pair) -> Offer {
+    Offer {
         software: "a source".to_owned(),
         features: features(),
         memory_mode: MemoryMode::Precopy,
@@ -359,7 +372,12 @@ fn messages(pair: &Pair) -> Vec<Vec<u8>> {
         recover_timeout_ms: None,
         regions: pair.from.layout().regions().to_vec(),
         formats: Formats::default(),
-    };
+    }
+}
+
+/// The messages of a source up to each step.
+fn messages(pair: &Pair) -> Vec<Vec<u8>> {
+    let offer = offer(pair);
     let request = CheckRequest { offer, move_bytes: 7 * PAGE_BYTES };
     [
         Message::Check,

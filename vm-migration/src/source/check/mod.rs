@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use super::negotiate::{check_files, document, extra_connections, missing_features};
 use crate::cancel::Cancel;
 use crate::channel::{Channel, NO_REASON};
-use crate::destination::{BEGINS_NOTHING, NEEDS_TLS};
+use crate::destination::{BEGINS_NOTHING, refusals};
 use crate::error::{Cause, Failure, Step};
 use crate::migration_check::{CHECK_VERSION, CheckFinding, MigrationCheck};
 use crate::options::{MemoryMode, SendOptions};
@@ -192,7 +192,7 @@ fn ask<V: SourceVm>(
         Err(Cause::Refused(reason)) if reason == BEGINS_NOTHING || reason == NO_REASON => {
             return Err(unknown("an earlier version, or another program")).step(STEP);
         }
-        Err(refused @ Cause::Refused(_)) if is_of_tls(&refused) => {
+        Err(refused @ Cause::Refused(_)) if is_of_any_migration(&refused) => {
             found.problem(&refused);
             describe(vm, None, options, found);
             return Ok(None);
@@ -241,9 +241,9 @@ fn unknown(what: &str) -> Cause {
     }
 }
 
-/// Whether a refusal is that of a destination that wants certificates, which a migration would meet as well.
-fn is_of_tls(refused: &Cause) -> bool {
-    matches!(refused, Cause::Refused(reason) if reason == NEEDS_TLS)
+/// Whether a migration would be refused as well, by what the destination is or does now.
+fn is_of_any_migration(refused: &Cause) -> bool {
+    matches!(refused, Cause::Refused(reason) if refusals::is_of_any_migration(reason))
 }
 
 /// The configuration, for a destination that reads these formats. What keeps the machine from being described is a problem.
