@@ -232,7 +232,7 @@ fn scripts_of_packages_are_valid() {
 }
 
 /// What a package has to have, besides what programs have alike.
-const FILES: [&str; 15] = [
+const FILES: [&str; 16] = [
     "etc/cloud-hypervisor",
     "etc/prezero-pool.toml",
     "usr/lib/systemd/system/cloud-hypervisor@.service",
@@ -240,6 +240,7 @@ const FILES: [&str; 15] = [
     "usr/lib/systemd/system/prezero-pool.service",
     "usr/lib/sysusers.d/prezero-pool.conf",
     "usr/share/doc/godwit/README.md",
+    "usr/share/godwit/cpu-baseline",
     "usr/share/doc/godwit/docs/packages.md",
     "usr/share/doc/godwit/docs/openapi.json",
     "usr/share/doc/godwit/copyright",
@@ -282,7 +283,8 @@ fn what_is_installed_is_whole_and_goes_without_a_trace() {
     }
     for (path, mode) in installed.iter().filter(|(path, _)| !before.contains_key(*path)) {
         let metadata = target.0.path().join(path).symlink_metadata().unwrap();
-        let is_executable = metadata.is_dir() || path.starts_with("usr/bin");
+        let is_executable =
+            metadata.is_dir() || path.starts_with("usr/bin") || path.ends_with("cpu-baseline");
         let wanted = if is_executable { 0o755 } else { 0o644 };
         assert_eq!((*mode, metadata.uid(), metadata.gid()), (wanted, 0, 0), "{}", path.display());
     }
