@@ -5,8 +5,8 @@
 //! A page of 4 KiB costs another time per byte than one of 1 GiB, and a node that is busy another than one that is idle:
 //! what is left of a VM's memory takes as long as each lane says of its own.
 //!
-//! Owns the counters. The path of a chunk adds to them without a lock; a reader may see the bytes of a chunk before its
-//! time.
+//! Owns the counters. It must never make a thread that populates wait: the path of a chunk adds to them without a lock, and a
+//! reader may see the bytes of a chunk before its time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

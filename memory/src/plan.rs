@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Owns the order. The kinds of a node's queue are all begun at once and end at about the same time, each chunk in
-//! proportion: after a moment it is known of every kind how long it takes, and no zone comes last whose pages surprise.
+//! proportion: after a moment it is known of every kind how long it takes, and no zone comes last whose pages surprise. It
+//! must never leave out a usable page or have one in two chunks, and populates nothing itself.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;

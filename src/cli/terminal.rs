@@ -2,7 +2,7 @@
 
 //! The size of the terminal that is standard output.
 //!
-//! Owns the question, which is asked again each time, as the size changes.
+//! Owns the question. It must never keep an answer, as the size changes.
 
 /// Lines and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

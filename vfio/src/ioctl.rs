@@ -3,7 +3,7 @@
 //! Calls of VFIO.
 //!
 //! Owns their numbers, and the bytes of arguments that begin with their length. Numbers and structures are those of Linux's
-//! `include/uapi/linux/vfio.h`.
+//! `include/uapi/linux/vfio.h`. It must never tell the kernel of another length than the argument has.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};

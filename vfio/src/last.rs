@@ -2,7 +2,7 @@
 
 //! Memory that is mapped when all is populated, by kind of page, and the sample of each that says how long that takes.
 //!
-//! Owns the counters. Threads that populate add to them without a lock.
+//! Owns the counters. It must never make a thread wait: those that map add to them without a lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

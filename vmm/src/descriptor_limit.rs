@@ -3,7 +3,7 @@
 //! The limit on open files.
 //!
 //! Owns that a process uses all that it may. The soft limit is low on most hosts for programs that use select(2), and
-//! postcopy alone may have a connection for each vCPU.
+//! postcopy alone may have a connection for each vCPU. It must never change the hard limit, nor keep a process from starting.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

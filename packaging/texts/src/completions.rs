@@ -2,7 +2,8 @@
 
 //! What bash, zsh and fish complete: options, commands, and values where there are few.
 //!
-//! Owns the names of the files, which are those that the shells look for. `clap_complete` writes them.
+//! Owns the names of the files, which are those that the shells look for. `clap_complete` writes them. It must never complete
+//! an option that the help hides.
 
 use std::path::Path;
 

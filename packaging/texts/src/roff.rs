@@ -2,7 +2,8 @@
 
 //! The language of man pages, as far as this program writes it: the macros of man(7), and characters that need an escape.
 //!
-//! Owns escapes. Text comes in plain, or with the marks of Markdown for code and links.
+//! Owns escapes. Text comes in plain, or with the marks of Markdown for code and links, and must never become a request or an
+//! escape of the language.
 
 /// Plain text, with an escape for what roff would take for something else, or print as another character.
 pub fn escaped(text: &str) -> String {

@@ -2,8 +2,8 @@
 
 //! Which functions of a bus respond, and which the guest has seen.
 //!
-//! Owns one word, in which both are decided at once: a function that the guest has seen is not hidden as one that it has
-//! not, and what the guest sees as missing it has not seen.
+//! Owns one word, in which both are decided at once. It must never hide a function that the guest has seen as one that it has
+//! not, nor count as seen what the guest sees as missing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -3,7 +3,8 @@
 //! The answer to `migrate-check`, as text or as JSON, and what the exit code says of it.
 //!
 //! Owns the text: the verdict, what was found, and what was measured. Text of a destination is shown as the VMM has passed
-//! it on, which has cut it and taken out what controls a terminal.
+//! it on, which has cut it and taken out what controls a terminal. It must never judge by itself: whether a migration is
+//! possible is what the VMM says.
 
 use std::fmt::Write as _;
 

@@ -2,7 +2,7 @@
 
 //! The text that `top` shows.
 //!
-//! Owns which metrics are shown, and how. What a VMM does not say has no line.
+//! Owns which metrics are shown, and how. It must never make up a figure: what a VMM does not say has no line.
 
 use std::fmt::Write as _;
 

@@ -3,7 +3,7 @@
 //! Which VMs cannot be handed to another process of the same host, by what `vm.info` says of them.
 //!
 //! Owns the refusals that are made before a process is started. What it does not know is refused by the VMM, before
-//! anything is handed over. It reads JSON and no type of its own version: the VMM may be older or newer.
+//! anything is handed over. It must never read a type of its own version, but plain JSON: the VMM may be older or newer.
 
 use serde_json::Value;
 use thiserror::Error;

@@ -2,7 +2,8 @@
 
 //! The process whose place is taken: which of its options belong to the process and not to the VM.
 //!
-//! Owns what is read of it, which is its command line, and changes nothing of it. The VM's own options come with the VM.
+//! Owns what is read of it, which is its command line. It must never change anything of it, nor pass on options of the VM,
+//! which come with the VM.
 
 use std::ffi::OsString;
 use std::fs;

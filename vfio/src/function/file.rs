@@ -3,7 +3,7 @@
 //! The open file of a host function: what the kernel says of its regions and interrupts, and the calls that
 //! connect interrupts.
 //!
-//! Owns the checks of what the kernel says. Knows neither groups nor iommufd: the file may come from either.
+//! Owns the checks of what the kernel says. It must never know groups or iommufd: the file may come from either.
 
 use std::fs::File;
 use std::io;

@@ -2,8 +2,8 @@
 
 //! A check of a migration that moves nothing: what the destination has found, and the bytes that measure the link.
 //!
-//! Owns the request, the answer to the configuration, and the bounds of everything in it. Neither side trusts the other's
-//! text: it is cut, and shown without control characters.
+//! Owns the request, the answer to the configuration, and the bounds of everything in it. It must never give out text of a
+//! peer as it came: it is cut, and shown without control characters.
 
 use serde::{Deserialize, Serialize};
 

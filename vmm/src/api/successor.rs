@@ -4,7 +4,8 @@
 //!
 //! Owns the option and the paths that follow from it. The descriptor is one end of a pair of sockets; the other end is of
 //! the program that has started this process, which ends with it or tells it nothing. The suffix is that of the paths at
-//! which the sockets of this process are until it has the guest.
+//! which the sockets of this process are until it has the guest. It must never accept a suffix that leads to another folder,
+//! nor heed what comes from the starter, of which only the end counts.
 
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};

@@ -4,7 +4,8 @@
 //!
 //! Owns their number: connections on which the progress was asked for, and its end not told. A process that ends with the
 //! migration stays for them, however long each is kept from asking again. Of clients that connect for each request only the
-//! time of the last one is known, to others.
+//! time of the last one is known, to others. It must never wait for a client, and decides nothing: how long a process stays
+//! is for those that read the number.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

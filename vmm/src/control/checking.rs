@@ -4,7 +4,8 @@
 //!
 //! Owns what is known before the destination is asked. A thread has the machine meanwhile, as in a migration, so that nothing
 //! else starts a dirty log or changes memory; the guest runs. What ends a migration before anything is sent ends a check:
-//! a cancel, a guest that resets, a second signal.
+//! a cancel, a guest that resets, a second signal. It must never pause the guest, nor end without giving the machine back as
+//! it was, whatever the destination says.
 
 use std::sync::Arc;
 

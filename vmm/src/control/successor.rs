@@ -4,7 +4,8 @@
 //!
 //! Owns the moment at which it does: when the guest is here, and before the client that awaits it is told so, the sockets
 //! are renamed to the paths of the other process's, and the service manager is told which process is the main one. Until
-//! then the process is of use to its starter alone, and ends with it, unless the guest is on its way.
+//! then the process is of use to its starter alone, and ends with it, unless the guest is on its way. It must never touch the
+//! other process's sockets before the guest is here, nor end a process to which a guest may have come.
 
 use std::ffi::OsStr;
 use std::io;

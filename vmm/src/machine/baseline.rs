@@ -2,7 +2,8 @@
 
 //! Limiting the vCPUs of a machine to a CPU baseline.
 //!
-//! Owns when the host is compared with it. What belongs to a baseline is decided in `arch::cpuid`.
+//! Owns when the host is compared with it. It must never show a guest a feature that its baseline lacks; what belongs to a
+//! baseline is decided in `arch::cpuid`.
 
 use std::borrow::Cow;
 

@@ -2,7 +2,8 @@
 
 //! Counters of devices as `vm.counters` names them, and which metric each is.
 //!
-//! Owns that table. A counter of a device that is not in it is missing in a scrape, which a test finds.
+//! Owns that table. A counter of a device that is not in it is missing in a scrape, which a test finds. It must never reach a
+//! device: a scrape has counters that were read before.
 
 use std::collections::BTreeMap;
 

@@ -2,7 +2,7 @@
 
 //! The progress document of a migration as metrics.
 //!
-//! Owns which figure is which metric. What a side does not know is left out.
+//! Owns which figure is which metric. It must never give what a side does not know as zero: that is left out.
 
 use serde_json::Value as Json;
 use vm_migration::document::{FaultSnapshot, ProgressDocument};

@@ -2,7 +2,7 @@
 
 //! What the kernel says of this process and its threads.
 //!
-//! Owns the open file of `/proc`, as the threads that read it may open nothing.
+//! Owns the open file of `/proc`. It must never open anything for a scrape, as the threads that serve one may not.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;

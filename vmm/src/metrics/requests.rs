@@ -2,7 +2,8 @@
 
 //! What is counted of requests to the API: how they ended, and how long they took.
 //!
-//! Owns these counts. Endpoints are those of the table, so that a client cannot make any number of them.
+//! Owns these counts. It must never count by what a client names: endpoints are those of the table, so that a client cannot
+//! make any number of them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -2,7 +2,8 @@
 
 //! Hardware states of passed-through devices as what `vm-migration` sends beside the state.
 //!
-//! Owns what the destination is told of each before its bytes: the hardware that it is of.
+//! Owns what the destination is told of each before its bytes: the hardware that it is of. It must never keep bytes of a
+//! state, which only pass through.
 
 use std::collections::BTreeMap;
 

@@ -3,8 +3,8 @@
 //! What this host lacks for a VM that arrives, whose guest runs at its source meanwhile.
 //!
 //! Owns which findings of a start are those of an arrival: what is booted is not read, what the source holds is not looked
-//! at, and memory is judged by what the VM has of it. What the guest was shown of the processor is not asked here. Nothing
-//! is opened for writing, and nothing is connected to.
+//! at, and memory is judged by what the VM has of it. What the guest was shown of the processor is not asked here. It must
+//! never open anything for writing, or connect to anything.
 
 use ::memory::HostMemory;
 use ::memory::available::InsufficientMemory;

@@ -2,7 +2,7 @@
 
 //! Faults on memory that is still to arrive: userfaultfd, and what vCPUs can do instead.
 //!
-//! Owns what is asked of userfaultfd. The choice between fault sources is that of `migration::fault_choice`.
+//! Owns what is asked of userfaultfd. It must never choose between fault sources itself: `migration::fault_choice` does.
 
 use ::memory::ZoneKind;
 use vm_migration::layout::{Backing, RegionInfo};

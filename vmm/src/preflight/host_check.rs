@@ -2,9 +2,9 @@
 
 //! What a VM would fail with that a source only asks about.
 //!
-//! Owns the order in which it is found out: what the configuration names on this host is looked at only if the rules of
-//! `receive-migration` allow all of it, as a peer would otherwise learn of files that it may not name. The rules of an
-//! arrival, and of a start, are asked of the modules that have them.
+//! Owns the order in which it is found out. It must never look at what the configuration names on this host unless the rules
+//! of `receive-migration` allow all of it, as a peer would learn of files that it may not name. The rules of
+//! an arrival, and of a start, are asked of the modules that have them.
 
 use std::sync::Arc;
 

@@ -2,7 +2,8 @@
 
 //! Guest memory: huge pages, room, transparent huge pages, the pool.
 //!
-//! Owns which memory counts for which limit. The limits and their rules are those of the crate `memory`.
+//! Owns which memory counts for which limit. It must never have a limit of its own: the limits and their rules are those of
+//! the crate `memory`.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt as _;

@@ -2,7 +2,7 @@
 
 //! Taps of network devices.
 //!
-//! Owns which error is which lack. Whether a tap can be had is decided by `devices::virtio::net`.
+//! Owns which error is which lack. It must never open a tap, nor decide whether it can be had: `devices::virtio::net` does.
 
 use std::error::Error as _;
 

@@ -2,7 +2,7 @@
 
 //! What texts of `/proc` and `/sys` say.
 //!
-//! Owns their forms. A text of another form says nothing, and no text leads to more than that.
+//! Owns their forms. It must never fail: a text of another form says nothing, and no text leads to more than that.
 
 /// Bits of capability sets.
 pub const CAP_NET_ADMIN: u32 = 12;

@@ -2,7 +2,8 @@
 
 //! The report for people.
 //!
-//! Owns its form: a line for each finding, below it what a lack costs and what mends it, the verdict last.
+//! Owns its form: a line for each finding, below it what a lack costs and what mends it, the verdict last. It must never
+//! write a control character of what was found.
 
 use std::fmt::Write as _;
 

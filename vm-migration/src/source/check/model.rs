@@ -2,8 +2,8 @@
 
 //! What a migration is expected to take, from measured rates. A pure function of them.
 //!
-//! Owns the rounds that precopy would have; when it stops is decided by the policy of real rounds, and what the stop costs by
-//! their forecast. docs/migration.md has the model in words.
+//! Owns the rounds that precopy would have. It must never have rules of its own for the rest: when precopy stops is decided by
+//! the policy of real rounds, and what the stop costs by their forecast. docs/migration.md has the model in words.
 
 use std::time::Duration;
 

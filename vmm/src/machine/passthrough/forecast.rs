@@ -4,11 +4,10 @@
 //! what is done when that turns out wrong.
 //!
 //! The forecast is repeated while memory is mapped. A device that the guest has not looked at by then is withheld after
-//! all, as if it had been from the start. One that it has seen stays, as a device that vanishes would be lost to it: that
-//! its driver may wait is said in the log and by an event.
+//! all, as if it had been from the start. Of one that it has seen the log and an event say that its driver may wait.
 //!
-//! Owns which devices that concerns. Runs where the machine is at hand, also while it is made and the start waits for a
-//! device: the mapping thread only tells.
+//! Owns which devices that concerns. It must never withhold one that the guest has seen, to which it would be lost. Runs
+//! where the machine is at hand, also while it is made and the start waits for a device: the mapping thread only tells.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,8 +2,8 @@
 
 //! States of devices that are sent as bytes, beside the other state.
 //!
-//! Owns which devices these are, and how much of each is sent at most. None is read before all have stopped. Only the
-//! device knows what the bytes mean.
+//! Owns which devices these are, and how much of each is sent at most. It must never read one before all have stopped, nor
+//! look at what the bytes mean, which only the device knows.
 
 use std::sync::Arc;
 
