@@ -70,7 +70,7 @@ impl Host {
     pub fn would_show(&self, config: &VmConfig) -> Result<Vec<CpuidEntry>, MachineError> {
         let topology = boot::topology(&config.cpus)?;
         let supported = self.supported(&config.cpus)?;
-        baseline::check_for_boot(self, &config.cpus)?;
+        baseline::check_for_boot(self, &config.cpus, false)?;
         Ok(features::shown(&boot::vm_cpuid(&supported, config, topology, None)))
     }
 

@@ -252,14 +252,7 @@ impl Machine {
         }
         // First: what the host lacks is not to be found after all memory has been populated.
         let supported = host.supported(&config.cpus)?;
-        match baseline::check_for_boot(host, &config.cpus) {
-            // It may have moved here since it booted for the first time, and would be lost.
-            Err(MachineError::BelowBaseline(below)) if kept.is_reboot => log::warn!(
-                "this host has weaknesses of which the VM's CPU baseline does not tell: {below}; the guest boots again all the \
-                 same, and does not mitigate them"
-            ),
-            checked => checked?,
-        }
+        baseline::check_for_boot(host, &config.cpus, kept.is_reboot)?;
         passthrough::choose_high_hole(&mut config);
         let bits = host.phys_bits(&config.cpus);
         segments::keep_address_bits(&mut config, bits);
