@@ -215,6 +215,7 @@ fn layout() {
         bulk_connections: 0,
         urgent_connections: 0,
         many_urgent_connections: None,
+        vcpus: None,
         regions: vec![region],
         recover_timeout_ms: None,
     };

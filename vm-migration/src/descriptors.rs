@@ -79,20 +79,21 @@ pub(crate) fn fewer((bulk, urgent): (u16, u16), most: u16, mode: MemoryMode) -> 
     (bulk, urgent.min(most.saturating_sub(bulk)))
 }
 
+/// Why there are fewer where this process lacks descriptors.
+pub(crate) const FEW_HERE: &str = "this process may open no more files (RLIMIT_NOFILE)";
+
 /// The same, and says so if these are fewer than wanted.
 pub(crate) fn fewer_telling(
     wanted: (u16, u16),
     most: u16,
     mode: MemoryMode,
-    where_few: &str,
+    why: &str,
 ) -> (u16, u16) {
     let counts = fewer(wanted, most, mode);
     if counts != wanted {
         let [all, there] =
             [wanted, counts].map(|(bulk, urgent)| u32::from(bulk) + u32::from(urgent));
-        log::warn!(
-            "{there} of {all} further connections are used: {where_few} may open no more files (RLIMIT_NOFILE)"
-        );
+        log::warn!("{there} of {all} further connections are used: {why}");
     }
     counts
 }

@@ -115,6 +115,12 @@ pub enum Cause {
         /// The greatest age with which it can be used.
         usable: std::time::Duration,
     },
+    /// Not even the fewest threads of a postcopy could be started.
+    #[error(
+        "this process may not start the threads that a postcopy needs: raise RLIMIT_NPROC or pids.max of its cgroup, or \
+         use memory_mode=precopy"
+    )]
+    Threads(#[source] std::io::Error),
     /// A thread could not be started, or an eventfd not created.
     #[error("the host refused a resource for the migration")]
     Resource(#[source] std::io::Error),

@@ -97,6 +97,7 @@ pub mod snapshot;
 pub mod source;
 pub mod steering;
 mod stride;
+mod threads;
 pub mod transport;
 pub mod uffd;
 pub mod vm;

@@ -3,7 +3,7 @@
 //! Opens all further connections of a set at once.
 //!
 //! Owns the concurrency: each connection is made, and sends its hello, on a separate thread with a separate
-//! time limit, so that a large set takes a few round trips. If a TCP name resolves to several
+//! time limit, so that a large set takes a few round trips, and more of them where the process may start few threads. If a TCP name resolves to several
 //! hosts, it uses the address that the first connection has reached.
 
 use std::panic::resume_unwind;
@@ -47,12 +47,16 @@ impl Opening<'_> {
         #[cfg(test)]
         crate::descriptors::test_open(roles.len()).map_err(Cause::Resource)?;
         let mut channels = Vec::with_capacity(roles.len());
-        for roles in roles.chunks(AT_ONCE_MAX) {
-            channels.append(&mut self.at_once(roles)?);
+        let mut left = roles;
+        while !left.is_empty() {
+            let mut opened = self.at_once(left.get(..AT_ONCE_MAX).unwrap_or(left))?;
+            left = left.get(opened.len()..).unwrap_or_default();
+            channels.append(&mut opened);
         }
         Ok(channels)
     }
 
+    /// Opens a connection for each of the first roles, as many as there are threads for: one at least.
     fn at_once(&self, roles: &[Role]) -> Result<Vec<Channel>, Cause> {
         let stop = Cancel::new().map_err(Cause::Resource)?;
         let over = Cancel::new().map_err(Cause::Resource)?;
@@ -75,20 +79,22 @@ impl Opening<'_> {
                 None
             }
         };
+        let mut started = 0;
         let channels: Vec<Channel> = std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(roles.len());
             for role in roles {
-                let thread = stoppable_thread::Builder::new("mig-connect")
-                    .stack_bytes(STACK_BYTES)
-                    .spawn_scoped(scope, || open(*role));
-                match thread {
+                let builder =
+                    stoppable_thread::Builder::new("mig-connect").stack_bytes(STACK_BYTES);
+                match may_start().and_then(|()| builder.spawn_scoped(scope, || open(*role))) {
                     Ok(thread) => threads.push(thread),
-                    Err(error) => {
-                        failed(Cause::Resource(error));
-                        over.cancel();
-                        break;
-                    }
+                    // A later round has the others.
+                    Err(_) => break,
                 }
+            }
+            started = threads.len();
+            let without = roles.len() - started;
+            if without > 0 && left.fetch_sub(without, Ordering::AcqRel) == without {
+                over.cancel();
             }
             if let Err(error) = wait_readable(&[over.fd()], self.cancel, None) {
                 failed(Cause::Resource(error));
@@ -101,7 +107,11 @@ impl Opening<'_> {
                 .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
-        if channels.len() == roles.len() {
+        has_ended(started);
+        if let ([role, ..], 0) = (roles, started) {
+            return Ok(vec![self.one(*role, self.cancel)?]);
+        }
+        if channels.len() == started {
             for channel in &channels {
                 channel.connection.set_cancel(self.cancel);
             }
@@ -118,5 +128,25 @@ impl Opening<'_> {
         let Limits { connect, answer, .. } = *self.limits;
         let connection = self.beside.connect_extra(self.to, stop, connect, answer)?;
         Channel::introduce(connection, role, self.token, answer)
+    }
+}
+
+#[cfg(not(test))]
+fn may_start() -> std::io::Result<()> {
+    Ok(())
+}
+
+#[cfg(not(test))]
+fn has_ended(_: usize) {}
+
+#[cfg(test)]
+fn may_start() -> std::io::Result<()> {
+    crate::threads::ThreadLimit::of_caller().map_or(Ok(()), |limit| limit.begin())
+}
+
+#[cfg(test)]
+fn has_ended(threads: usize) {
+    if let Some(limit) = crate::threads::ThreadLimit::of_caller() {
+        limit.end(threads);
     }
 }

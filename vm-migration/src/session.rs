@@ -2,13 +2,16 @@
 
 //! One set of connections of a postcopy and its threads.
 //!
-//! Owns the first failure of a set and the end of all its threads. A set is never repaired: when one of its
-//! connections is lost, all of them end, and recovery makes another set. State that outlives a set (which
-//! pages are missing, which threads wait) is kept elsewhere.
+//! Owns the first failure of a set and the end of all its threads, and those that were started before there was anything
+//! for them to do: they wait, and none has to be started at a moment for which the guest is stopped. A set is never
+//! repaired: when one of its connections is lost, all of them end, and recovery makes another set. State that outlives a
+//! set (which pages are missing, which threads wait) is kept elsewhere.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, SendError, Sender};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -19,6 +22,8 @@ use crate::error::{Cause, Failure, Step};
 use crate::figures::rate;
 use crate::layout::PAGE_BYTES;
 use crate::progress::Progress;
+#[cfg(test)]
+use crate::threads::ThreadLimit;
 
 /// How often the destination asks whether the source is alive.
 pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
@@ -61,11 +66,26 @@ pub(crate) enum Urgency {
     Later { vcpus: u32, threads: u32 },
 }
 
+/// What a thread does that was started before it was known.
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A thread that waits for what it is to do. Dropping this lets it end.
+#[derive(Debug)]
+struct Parked {
+    name: &'static str,
+    work: Sender<Work>,
+}
+
 /// The threads of a set of connections. Dropping it ends them.
 #[derive(Debug)]
 pub(crate) struct Session {
     fate: Arc<SessionState>,
+    /// Those that wait for what they are to do.
+    parked: Vec<Parked>,
+    /// All of them.
     threads: Vec<StoppableThread>,
+    #[cfg(test)]
+    limit: Option<ThreadLimit>,
 }
 
 impl Session {
@@ -75,29 +95,79 @@ impl Session {
         test_short_of_descriptors().map_err(Cause::Resource).step(STEP)?;
         let stop = Cancel::new().map_err(Cause::Resource).step(STEP)?;
         let fate = Arc::new(SessionState { stop, failure: Mutex::new(None) });
-        Ok(Self { fate, threads: Vec::new() })
+        Ok(Self {
+            fate,
+            parked: Vec::new(),
+            threads: Vec::new(),
+            #[cfg(test)]
+            limit: ThreadLimit::of_caller(),
+        })
     }
 
     pub(crate) fn fate(&self) -> &Arc<SessionState> {
         &self.fate
     }
 
-    /// Starts a thread that owns `part` (a connection). Its failure is noted before the peer can see the
-    /// connection end.
+    /// Starts a thread that waits until [`spawn`](Self::spawn) has something to do for one of its name, or the set ends.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub(crate) fn park(&mut self, name: &'static str, urgency: Urgency) -> io::Result<()> {
+        let (work, given) = mpsc::channel::<Work>();
+        self.start(name, urgency, move || {
+            if let Ok(work) = given.recv() {
+                work();
+            }
+        })?;
+        self.parked.push(Parked { name, work });
+        Ok(())
+    }
+
+    /// Lets those end that wait for something to do, but for so many of this name. The end of the set waits for them.
+    pub(crate) fn let_go(&mut self, name: &str, but: usize) {
+        let mut stay = but;
+        self.parked.retain(|parked| {
+            let goes = parked.name == name && stay == 0;
+            stay -= usize::from(parked.name == name && !goes);
+            !goes
+        });
+    }
+
+    /// Has a thread that owns `part` (a connection) do this: one that waits, or else a new one. Its failure is noted
+    /// before the peer can see the connection end.
     pub(crate) fn spawn<T: Send + 'static>(
         &mut self,
-        name: &str,
+        name: &'static str,
         urgency: Urgency,
         mut part: T,
         work: impl FnOnce(&mut T) -> Result<(), Failure> + Send + 'static,
         fail: impl FnOnce(Failure) + Send + 'static,
     ) -> Result<(), Failure> {
-        let body = move || {
+        let mut body: Work = Box::new(move || {
             if let Err(failure) = work(&mut part) {
                 fail(failure);
             }
             drop(part);
-        };
+        });
+        if let Some(at) = self.parked.iter().rposition(|parked| parked.name == name) {
+            match self.parked.swap_remove(at).work.send(body) {
+                Ok(()) => return Ok(()),
+                Err(SendError(back)) => body = back,
+            }
+        }
+        self.start(name, urgency, body).map_err(Cause::Resource).step("starting a page thread")
+    }
+
+    fn start(
+        &mut self,
+        name: &str,
+        urgency: Urgency,
+        body: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(limit) = &self.limit {
+            limit.begin()?;
+        }
         let stop = self.fate.stop.clone();
         let builder = Builder::new(name);
         let builder = match urgency {
@@ -108,14 +178,18 @@ impl Session {
                 nice => builder.before_hook(move || be_nice(nice)),
             },
         };
-        let thread = StoppableThread::build(builder, move || stop.cancel(), body);
-        self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
+        self.threads.push(StoppableThread::build(builder, move || stop.cancel(), body)?);
         Ok(())
     }
 
     /// Ends all threads, and then closes their connections.
     pub(crate) fn end(&mut self) {
         self.fate.stop.cancel();
+        self.parked.clear();
+        #[cfg(test)]
+        if let Some(limit) = &self.limit {
+            limit.end(self.threads.len());
+        }
         self.threads.clear();
     }
 }
@@ -220,7 +294,10 @@ impl Rates {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
     use super::*;
+    use crate::testing::Calls;
 
     #[test]
     fn the_background_weighs_as_much_as_the_vcpus_that_share_its_processor() {
@@ -247,5 +324,51 @@ mod tests {
             let (all, of_vcpus) = (each * f64::from(threads), f64::from(vcpus));
             assert!((of_vcpus / 1.25..=of_vcpus).contains(&all), "{all} against {of_vcpus}");
         }
+    }
+
+    /// A set, what notes the threads that it starts, and where one says that it works.
+    fn limited(most: usize) -> (Session, ThreadLimit, Calls) {
+        let calls = Calls::default();
+        let limit = ThreadLimit::set(most, &calls);
+        let session = Session::new().unwrap();
+        ThreadLimit::lift();
+        (session, limit, calls)
+    }
+
+    #[test]
+    fn what_is_to_be_done_is_done_by_a_thread_that_waits_or_else_by_a_new_one() {
+        let (mut session, _, calls) = limited(2);
+        session.park("waits", Urgency::Now).unwrap();
+        let (done, works) = mpsc::channel();
+        let spawn = |name, session: &mut Session| {
+            let done = done.clone();
+            let work = move |(): &mut ()| {
+                let thread = std::thread::current();
+                done.send(thread.name().unwrap().to_owned()).unwrap();
+                Ok(())
+            };
+            session.spawn(name, Urgency::Now, (), work, |failure| panic!("{failure:?}"))
+        };
+        spawn("waits", &mut session).unwrap();
+        assert_eq!(works.recv().unwrap(), "waits");
+        assert_eq!(calls.lock().len(), 1, "the one that waited");
+        spawn("another", &mut session).unwrap();
+        assert_eq!(works.recv().unwrap(), "another");
+        assert_eq!(calls.lock().len(), 2);
+        let failure = spawn("waits", &mut session).unwrap_err();
+        assert_eq!(failure.step, "starting a page thread", "none waits any more");
+    }
+
+    #[test]
+    fn threads_that_wait_end_with_the_set_and_before_if_they_are_let_go() {
+        let (mut session, limit, _) = limited(9);
+        for name in ["one", "other", "one", "one"] {
+            session.park(name, Urgency::Now).unwrap();
+        }
+        session.let_go("one", 1);
+        let names: Vec<_> = session.parked.iter().map(|parked| parked.name).collect();
+        assert_eq!(names, ["one", "other"]);
+        drop(session);
+        assert_eq!(limit.there(), 0);
     }
 }

@@ -40,6 +40,25 @@ use crate::transport::Connection;
 
 const READY: &str = "preparing to receive pages";
 
+/// The names of threads: those that receive requested pages and those of the background, and those that read faults.
+pub(super) const URGENT: &str = "mig-urgent";
+pub(super) const PAGES: &str = "mig-pages";
+pub(super) const FAULTS: &str = "mig-faults";
+
+/// Threads that were started before the guest was stopped, and wait until it is.
+pub(crate) struct ParkedThreads {
+    /// For the first set of connections.
+    pub(super) set: Session,
+    /// That read faults.
+    pub(super) readers: Session,
+}
+
+impl ParkedThreads {
+    pub(crate) fn new() -> Result<Self, Failure> {
+        Ok(Self { set: Session::new()?, readers: Session::new()? })
+    }
+}
+
 /// Ranges in one request after a reconnection.
 const WISHES_AT_ONCE: usize = 512;
 
@@ -150,18 +169,20 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
 }
 
 impl<M: GuestMemoryMap> FaultThreads<M> {
-    /// Starts all threads. Without connections for requested pages, requests use those of the background.
+    /// Begins on threads that wait for that, and starts those that are lacking. Without connections for requested pages,
+    /// requests use those of the background.
     pub(crate) fn start(
         engine: Arc<Engine<M>>,
         rejoin: Rejoin,
         bulk: Vec<Channel>,
         urgent: Vec<Channel>,
+        parked: ParkedThreads,
     ) -> Result<Self, Failure> {
         let readers = engine.source().readers();
         let askers = Arc::new(Askers::new(readers, engine.source().bells().len()));
         let resolver = Arc::new(VcpuFaultResolver::new(&engine, &askers));
-        let (readers_session, session) = (Session::new()?, Session::new()?);
-        let (readers_of, own) = (readers_session, Vec::new());
+        let ParkedThreads { set: session, readers: readers_of } = parked;
+        let own = Vec::new();
         let mut all = Self { engine, rejoin, askers, resolver, readers: readers_of, session, own };
         all.receive_on(bulk, urgent)?;
         let open: Weak<VcpuFaultResolver<M>> = Arc::downgrade(&all.resolver);
@@ -170,7 +191,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
             let part = (Arc::clone(&all.engine), Arc::clone(&all.askers));
             let engine = Arc::clone(&all.engine);
             all.readers.spawn(
-                "mig-faults",
+                FAULTS,
                 Urgency::Now,
                 part,
                 move |(engine, askers)| read_faults(engine, askers, reader),
@@ -178,6 +199,13 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
             )?;
         }
         Ok(all)
+    }
+
+    /// The guest runs: threads that got nothing to do end.
+    pub(super) fn let_parked_go(&mut self) {
+        self.session.let_go(URGENT, 0);
+        self.session.let_go(PAGES, 0);
+        self.readers.let_go(FAULTS, 0);
     }
 
     /// Starts the receivers of a set of connections, and makes the readers and vCPUs send requests on it.
@@ -220,8 +248,8 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         let bulk = bulk.into_iter().map(|channel| (Via::Bulk, channel));
         for (via, channel) in bulk.chain(shared.into_iter().map(|channel| (Via::Urgent, channel))) {
             let (name, urgency) = match via {
-                Via::Bulk => ("mig-pages", Urgency::Later { vcpus, threads }),
-                Via::Urgent | Via::Own(_) => ("mig-urgent", Urgency::Now),
+                Via::Bulk => (PAGES, Urgency::Later { vcpus, threads }),
+                Via::Urgent | Via::Own(_) => (URGENT, Urgency::Now),
             };
             let part = (Arc::clone(&self.engine), channel);
             let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(&fate));
@@ -242,7 +270,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         let part = (Arc::clone(&self.engine), Arc::clone(self.session.fate()), left);
         let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(self.session.fate()));
         self.session.spawn(
-            "mig-urgent",
+            URGENT,
             Urgency::Now,
             part,
             move |(engine, fate, left)| left.read(engine, fate),

@@ -107,7 +107,14 @@ fn out_of_memory(source: &Arc<OutOfMemorySource>) -> (FaultThreads<FakeMemory>, 
     let [ours, theirs] = [ours, theirs].map(|end| Connection::over(end, &never, PATIENCE).unwrap());
     let rejoin = rejoin_for_tests(&"tcp:127.0.0.1:0".parse().unwrap(), &LateReconnects::default());
     let bulk = vec![Channel::new(ours)];
-    let threads = FaultThreads::start(Arc::new(engine), rejoin, bulk, Vec::new()).unwrap();
+    let threads = FaultThreads::start(
+        Arc::new(engine),
+        rejoin,
+        bulk,
+        Vec::new(),
+        ParkedThreads::new().unwrap(),
+    )
+    .unwrap();
     let page = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
     theirs.send(&Message::Memory(vec![page]).encode()).unwrap();
     theirs.send(&[1; 4096]).unwrap();

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::check::Checks;
+use super::fault::{FAULTS, PAGES, ParkedThreads, URGENT};
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, PhaseFailure, late_reconnects};
@@ -24,7 +25,7 @@ use crate::descriptors;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::Layout;
-use crate::options::{MemoryMode, ReceiveOptions};
+use crate::options::{CONNECTIONS_MAX, MemoryMode, ReceiveOptions, URGENT_CONNECTIONS_MAX};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_FEWER_CONNECTIONS, FEATURE_POSTCOPY, Offer,
@@ -34,6 +35,8 @@ use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
+use crate::session::{Session, Urgency};
+use crate::threads::Needs;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
@@ -139,7 +142,7 @@ impl Connected {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
         let first = std::mem::replace(&mut self.first, Message::Complete);
-        let terms = agree(first, control, context.options, builder.formats())?;
+        let (terms, parked) = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let told = terms.tells_of_mapping();
         let mapped = control.busy(told, || builder.map_memory(&config, given, terms.memory_mode()));
@@ -188,7 +191,7 @@ impl Connected {
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
         let Some(building) = begun.take() else { unreachable!("it was put there above") };
-        Ok(Parts { building, memory, terms, fault_source })
+        Ok(Parts { building, memory, terms, fault_source, parked })
     }
 }
 
@@ -198,7 +201,7 @@ fn agree(
     control: &mut Channel,
     options: &ReceiveOptions,
     known: Formats,
-) -> Result<Terms, Failure> {
+) -> Result<(Terms, Option<ParkedThreads>), Failure> {
     const STEP: &str = "negotiating";
     let offer = match first {
         Message::Start { version: VERSION, offer } => offer,
@@ -209,7 +212,7 @@ fn agree(
     control.connection.send(&answer.encode()).step(STEP)?;
     if !offer {
         control.speak_plain();
-        return Ok(Terms::Plain);
+        return Ok((Terms::Plain, None));
     }
     let mut offer = match read(control, "waiting for the source's capabilities")? {
         Message::Capabilities(json) => Offer::parse(&json).step(STEP)?,
@@ -227,7 +230,10 @@ fn agree(
         ours.remove(FEATURE_COMING);
     }
     let common = common(&ours, &offer.features);
+    let offered = (offer.bulk_connections, offer.urgent_connections());
     let connections_max = limit_connections(&mut offer, &common);
+    let (connections_max, parked) =
+        start_threads(&mut offer, offered, connections_max, &common, options)?;
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
     let promise_ms = Some(millis(options.limits.rejoin));
     let software = software();
@@ -235,7 +241,7 @@ fn agree(
     let accepted = Accepted { software, features, token, promise_ms, formats, connections_max };
     let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
     control.connection.send(&answer.encode()).step(STEP)?;
-    Ok(Terms::Negotiated { offer, token })
+    Ok((Terms::Negotiated { offer, token }, parked))
 }
 
 /// Leaves as many further connections in the offer as this process has descriptors for; returns how many that are at the
@@ -251,10 +257,66 @@ fn limit_connections(offer: &mut Offer, common: &BTreeSet<String>) -> Option<u16
     if room >= all || !common.contains(FEATURE_FEWER_CONNECTIONS) {
         return None;
     }
-    let counts = descriptors::fewer_telling(offered, room, offer.memory_mode, "this process");
+    let mode = offer.memory_mode;
+    leave(offer, descriptors::fewer_telling(offered, room, mode, descriptors::FEW_HERE));
+    Some(room)
+}
+
+fn leave(offer: &mut Offer, counts: (u16, u16)) {
     (offer.bulk_connections, offer.urgent_connections) = counts;
     offer.many_urgent_connections = None;
-    Some(room)
+}
+
+/// Starts the threads for a postcopy with so many connections, of which there may be `most`: when the guest has stopped
+/// none has to be started, or could be refused. If the process may start fewer, there are fewer connections; returns how
+/// many at the most. Where vCPUs turn out to read on connections of their own, some of the threads get nothing to do.
+fn start_threads(
+    offer: &mut Offer,
+    offered: (u16, u16),
+    most: Option<u16>,
+    common: &BTreeSet<String>,
+    options: &ReceiveOptions,
+) -> Result<(Option<u16>, Option<ParkedThreads>), Failure> {
+    const STEP: &str = "starting the threads of the connections";
+    let (bulk, urgent) = offered;
+    if !offer.memory_mode.may_postcopy() {
+        return Ok((most, None));
+    }
+    if bulk > CONNECTIONS_MAX || urgent > URGENT_CONNECTIONS_MAX {
+        // The source will not be let open so many.
+        return Ok((most, None));
+    }
+    let readers = fault_readers(urgent, options);
+    let vcpus = offer.vcpus.unwrap_or(urgent.into());
+    let needs = Needs {
+        wanted: offered,
+        mode: offer.memory_mode,
+        bulk: (PAGES, Urgency::Later { vcpus, threads: bulk.into() }),
+        urgent: (URGENT, Urgency::Now),
+        // As for descriptors: one for each vCPU.
+        besides: usize::from(urgent),
+    };
+    let mut faults = Session::new()?;
+    for _ in 0..readers {
+        let parked = faults.park(FAULTS, Urgency::Now);
+        parked.map_err(Cause::Threads).step(STEP)?;
+    }
+    let parked = needs.park(most)?;
+    if parked.most != most {
+        if !common.contains(FEATURE_FEWER_CONNECTIONS) {
+            let what =
+                "this process may not start a thread for each connection of the source".to_owned();
+            let remedy = "raise RLIMIT_NPROC or pids.max of its cgroup, or use fewer connections";
+            return Err(Cause::Unsupported { what, remedy }).step(STEP);
+        }
+        leave(offer, parked.counts);
+    }
+    Ok((parked.most, Some(ParkedThreads { set: parked.session, readers: faults })))
+}
+
+/// How many threads read faults from userfaultfd.
+fn fault_readers(urgent_connections: u16, options: &ReceiveOptions) -> usize {
+    options.fault_readers.unwrap_or(usize::from(urgent_connections.clamp(1, READERS_MAX)))
 }
 
 /// What of an offer cannot be done here: all of it, as far as it is known before anything is built.
@@ -372,8 +434,7 @@ pub(super) fn watch<V: DestinationVm>(
     let source = if let Some(source) = own {
         source
     } else {
-        let urgent = usize::from(offer.urgent_connections().clamp(1, READERS_MAX));
-        let readers = context.options.fault_readers.unwrap_or(urgent);
+        let readers = fault_readers(offer.urgent_connections(), context.options);
         let memory = Arc::clone(memory);
         let uffd = match offer.memory_mode {
             MemoryMode::Auto => Uffd::register_missing(memory, readers),
@@ -422,6 +483,7 @@ mod tests {
                 bulk_connections: 6,
                 urgent_connections: 5,
                 many_urgent_connections: many,
+                vcpus: None,
                 local: false,
                 recover_timeout_ms: None,
                 regions: Vec::new(),

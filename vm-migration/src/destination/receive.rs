@@ -15,7 +15,7 @@ use super::arrivals::{Arrivals, Expect, Hello};
 use super::blobs::{Blobs, Writers};
 use super::building::Building;
 use super::engine::Engine;
-use super::fault::FaultThreads;
+use super::fault::{FaultThreads, ParkedThreads};
 use super::helpers::{Helpers, take_chunk};
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
@@ -111,6 +111,8 @@ pub(crate) struct Parts<V: DestinationVm> {
     pub memory: Arc<V::Memory>,
     pub terms: Terms,
     pub fault_source: Option<Arc<dyn FaultSource>>,
+    /// Threads of a postcopy, which wait for the stop.
+    pub parked: Option<ParkedThreads>,
 }
 
 /// Memory is mapped and about to be filled; the machine is being built.
@@ -131,6 +133,8 @@ pub(crate) struct HasState<V: DestinationVm> {
     /// `None` with plain version 0.
     pub agreed: Option<Agreed>,
     pub faults: Option<FaultThreads<V::Memory>>,
+    /// Threads of a postcopy that was not needed. Nobody waits for their end before the guest runs.
+    pub parked: Option<ParkedThreads>,
 }
 
 /// The negotiated parts that the commit needs.
@@ -162,6 +166,7 @@ impl<V: DestinationVm> Mapped<V> {
                 state,
                 agreed: self.parts.terms.agreed(),
                 faults,
+                parked: self.parts.parked,
             }),
             Err(failure) => {
                 // Before the machine that is being built ends, which may take long.
@@ -513,7 +518,8 @@ impl<V: DestinationVm> Mapped<V> {
             late_reconnects: context.late_reconnects.clone(),
             ended: context.ended.to_vec(),
         };
-        FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
+        let parked = self.parts.parked.take().map_or_else(ParkedThreads::new, Ok)?;
+        FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent, parked)
     }
 }
 

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::*;
 use crate::Side;
 use crate::destination::engine::Engine;
-use crate::destination::fault::FaultThreads;
+use crate::destination::fault::{FaultThreads, ParkedThreads};
 use crate::destination::late_reconnects::rejoin_for_tests;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
 use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun};
@@ -266,7 +266,14 @@ fn faulting() -> (FaultThreads<FakeMemory>, Arc<Accesses>, Sender<u64>, Channel)
     let (ours, theirs) = UnixStream::pair().unwrap();
     let [ours, theirs] =
         [ours, theirs].map(|end| Channel::new(Connection::over(end, &never, PATIENCE).unwrap()));
-    let threads = FaultThreads::start(Arc::new(engine), rejoin(), vec![ours], Vec::new()).unwrap();
+    let threads = FaultThreads::start(
+        Arc::new(engine),
+        rejoin(),
+        vec![ours],
+        Vec::new(),
+        ParkedThreads::new().unwrap(),
+    )
+    .unwrap();
     (threads, source, access, theirs)
 }
 

@@ -11,7 +11,7 @@
 use std::time::{Duration, Instant};
 
 use super::doubt::{Doubt, Resolution};
-use super::fault::FaultThreads;
+use super::fault::{FaultThreads, ParkedThreads};
 use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::{Agreed, HasState};
@@ -35,6 +35,8 @@ pub(crate) struct Ready<V: DestinationVm> {
     control: Channel,
     commit: Commit,
     faults: Option<FaultThreads<V::Memory>>,
+    /// See [`HasState::parked`].
+    parked: Option<ParkedThreads>,
     /// True if the guest ran at the source.
     resume: bool,
 }
@@ -76,8 +78,8 @@ impl<V: DestinationVm> HasState<V> {
     pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, PhaseFailure<V>> {
         match self.try_prepare(context) {
             Ok((resume, commit)) => {
-                let Self { vm, control, faults, .. } = self;
-                Ok(Ready { vm, control, commit, faults, resume })
+                let Self { vm, control, faults, parked, .. } = self;
+                Ok(Ready { vm, control, commit, faults, parked, resume })
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
@@ -328,7 +330,7 @@ impl<V: DestinationVm> Ready<V> {
                 return Err(PhaseFailure::early(None, failure));
             }
         };
-        let Self { vm, control, faults, resume, .. } = self;
+        let Self { vm, control, faults, resume, parked: _parked, .. } = self;
         let SoleOwner { owned, teller, lost, wanted, stopped } = here;
         match (vm.run(resume || wanted), faults) {
             (Ok(vm), faults) => {

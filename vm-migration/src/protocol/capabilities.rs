@@ -110,6 +110,9 @@ pub struct Offer {
     /// older one takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub many_urgent_connections: Option<u16>,
+    /// Number of vCPUs of the guest, where it is known; absent from older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpus: Option<u32>,
     /// Memory is handed over as file descriptors before the configuration.
     #[serde(default)]
     pub local: bool,

@@ -15,7 +15,7 @@ use super::blobs::send_blobs;
 use super::negotiate::{Links, Terms};
 use super::other::{self, Given};
 use super::peers::Peers;
-use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
+use super::serve::{Held, Reconnect, Server, serve_bulk};
 use super::stop::Stopped;
 use super::verdict::{Retraction, VerdictSender, note_standing};
 use super::{Context, PhaseFailure, Remains, check_cancel};
@@ -132,7 +132,7 @@ impl<V: SourceVm> Stopped<V> {
     /// Sends the state, and hands the guest over.
     pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, PhaseFailure<V>> {
         let Self { mut vm, mut control, mut links, later, log, since } = self;
-        let (bulk, urgent) = (links.memory.len(), links.urgent.len());
+        let (bulk, urgent) = (links.memory.len(), links.urgent_count.into());
         let mut session = None;
         let server = later.as_ref();
         let mut stage = Stage::Safe;
@@ -157,7 +157,11 @@ impl<V: SourceVm> Stopped<V> {
                 } else {
                     fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
                 };
-                drop(session);
+                // They are waited for when the guest runs again.
+                if let Some(serving) = &session {
+                    serving.fate().stop().cancel();
+                }
+                links.serving = session.or(links.serving);
                 if matches!(stage, Stage::InDoubt) && !is_refused {
                     // What is still under way of the last message is not sent again.
                     control.connection.reset_when_closed();
@@ -245,17 +249,15 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     check_cancel(context.cancel, "saving the guest's state")?;
     let mut pending = server.map(|server| server.encode_pending());
     if let Some(server) = server {
-        // Restoring the state may touch memory at the destination, so requests are served from now on;
-        // without connections of their own they come on those for background pages.
-        let mut serving = Session::new()?;
-        if links.urgent.is_empty() {
+        // Restoring the state may touch memory at the destination, so requests are served from now on: threads wait for
+        // those on connections of their own, and others come on those for background pages.
+        let mut serving = links.serving.take().map_or_else(Session::new, Ok)?;
+        if links.urgent_count == 0 {
             let pending = Message::Pending(pending.take().unwrap_or_default());
             control
                 .ask(&pending, context.options.limits.answer)
                 .step("telling the destination which pages are missing")?;
             serve_bulk(server, &mut serving, std::mem::take(&mut links.memory))?;
-        } else {
-            serve_urgent(server, &mut serving, std::mem::take(&mut links.urgent))?;
         }
         *session = Some(serving);
     }

@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | `mod` | the order of the phases, and the one exit for failures |
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
+//! | `counts` | how many further connections there are |
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
 //! | `content` | what goes in one message of memory |
@@ -34,6 +35,7 @@ mod check;
 mod compression;
 mod content;
 mod convergence;
+mod counts;
 mod handover;
 mod negotiate;
 mod other;
@@ -283,9 +285,16 @@ impl<V: SourceVm> Connected<V> {
     ) -> Result<precopy::Negotiated<V>, PhaseFailure<V>> {
         let memory = self.vm.memory();
         match negotiate::agree(&mut self.vm, &memory, &mut self.control, context) {
-            Ok(links) => {
-                Ok(precopy::Negotiated { vm: self.vm, memory, control: self.control, links })
-            }
+            Ok(mut links) => match serve::await_requests(&mut links) {
+                Ok(gate) => {
+                    let Self { vm, control } = self;
+                    Ok(precopy::Negotiated { vm, memory, control, links, gate })
+                }
+                Err(failure) => {
+                    let peers = Peers::new(self.control, links);
+                    Err(PhaseFailure::Running(self.vm, Some(peers), failure))
+                }
+            },
             Err(failure) => {
                 let peers = Peers::first(self.control);
                 Err(PhaseFailure::Running(self.vm, Some(peers), failure))

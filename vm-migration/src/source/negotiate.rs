@@ -10,35 +10,34 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::counts::{accepted_connections, connections_with_room, for_any, threads_with_room};
 use super::send_stream::Record;
+use super::serve::{BULK, URGENT};
 use super::verdict::VerdictSender;
 use super::{Connected, Context, PhaseFailure};
 use crate::borders::Borders;
 use crate::channel::{Channel, PositiveAnswer};
 use crate::commit::usable;
-use crate::descriptors;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{Backing, Layout, PAGE_BYTES};
 use crate::opening::Opening;
-use crate::options::{
-    CONNECTIONS_MAX, Compression, MemoryMode, SendOptions, URGENT_CONNECTIONS_SHARED,
-};
+use crate::options::{CONNECTIONS_MAX, Compression, MemoryMode, SendOptions};
 use crate::page_server::PageServerHandle;
 use crate::protocol::ProtocolError;
 use crate::protocol::blobs::BlobInfo;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_BLOBS, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY,
-    FEATURE_FEWER_CONNECTIONS, FEATURE_FIGURES, FEATURE_LOCAL, FEATURE_MANY_URGENT,
-    FEATURE_MAPPING, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_STALE,
-    FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
-    features, millis, software,
+    FEATURE_FIGURES, FEATURE_LOCAL, FEATURE_MAPPING, FEATURE_PIECES, FEATURE_POSTCOPY,
+    FEATURE_PREPARING, FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer,
+    Prepared, TOKEN_BYTES, common, features, millis, software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::transport::{Address, Connection};
+use crate::session::Session;
+use crate::transport::{Address, Connection, TransportError};
 use crate::vm::{PlainPeer, SourceVm};
 
 /// The negotiated terms and all connections of a migration.
@@ -46,8 +45,9 @@ use crate::vm::{PlainPeer, SourceVm};
 pub(crate) struct Links {
     /// Extra connections for memory.
     pub memory: Vec<Channel>,
-    /// Connections for requested pages (postcopy).
+    /// Connections for requested pages (postcopy), until threads have them, and how many there are.
     pub urgent: Vec<Channel>,
+    pub urgent_count: u16,
     pub terms: Terms,
     /// The token that extra connections send, and that proves after a loss that this is the same
     /// migration; `None` with plain version 0.
@@ -60,6 +60,8 @@ pub(crate) struct Links {
     pub page_server: Option<Box<dyn PageServerHandle>>,
     /// Parts of the state that are sent beside it.
     pub blobs: Vec<BlobInfo>,
+    /// Threads that will serve pages: they wait for the stop.
+    pub serving: Option<Session>,
 }
 
 impl Links {
@@ -67,6 +69,22 @@ impl Links {
     pub(crate) fn fastest_answer(&self) -> Duration {
         let answers = self.records.iter().map(|record| record.fastest_answer);
         answers.fold(self.round_trip, Duration::min)
+    }
+
+    /// Why requests could not be served: a connection for them was lost while the guest ran.
+    pub(super) fn lost_for_requests(&self) -> Option<Failure> {
+        let fate = self.serving.as_ref()?.fate();
+        let lost = || Failure::new("waiting for page requests", TransportError::Closed);
+        fate.stop().is_cancelled().then(|| fate.take_failure().unwrap_or_else(lost))
+    }
+
+    /// True when some host pages of the destination are sent in pieces.
+    pub(super) fn sends_pieces(&self) -> bool {
+        let regions = match &self.terms {
+            Terms::Plain { .. } => 0,
+            Terms::Negotiated { layout, .. } => layout.regions().len(),
+        };
+        (0..regions).any(|region| self.piece_pages(region) < self.unit_pages(region))
     }
 
     /// How a destination in doubt is told which side has the guest, if it supports that.
@@ -238,7 +256,8 @@ pub(crate) fn agree<V: SourceVm>(
         check_files(&**memory)?;
     }
     let needed = vm.formats();
-    let wanted = connections_with_room(context);
+    let (wanted, mut serving) =
+        threads_with_room(connections_with_room(context), control, context)?;
     let (token, round_trip) = offer(memory, needed, wanted, control, context)?;
     let plain_peer = match &token {
         None => vm.meet_plain().map_err(Cause::Vm).step("meeting a destination of version 0")?,
@@ -302,6 +321,10 @@ pub(crate) fn agree<V: SourceVm>(
         }
     };
     let counts = accepted_connections(wanted, token.as_ref(), context);
+    if let Some(serving) = &mut serving {
+        serving.let_go(BULK, counts.0.into());
+        serving.let_go(URGENT, counts.1.into());
+    }
     let token = token.map(|(_, accepted)| accepted.token);
     let (memory, urgent) = open_further(control, token.as_ref(), counts, context)?;
     let page_server = vm.page_server().map_err(Cause::Vm).step("starting the page server")?;
@@ -309,7 +332,19 @@ pub(crate) fn agree<V: SourceVm>(
         context.progress.has_page_server(page_server.identity());
     }
     let records = Vec::new();
-    Ok(Links { memory, urgent, terms, token, records, round_trip, page_server, blobs })
+    let urgent_count = counts.1;
+    Ok(Links {
+        memory,
+        urgent,
+        urgent_count,
+        terms,
+        token,
+        records,
+        round_trip,
+        page_server,
+        blobs,
+        serving,
+    })
 }
 
 /// Opens the connections for memory and those for requested pages.
@@ -376,50 +411,8 @@ fn give_files<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// Numbers of extra connections: precopy also uses the first connection for memory.
-pub(super) fn extra_connections(options: &SendOptions) -> (u16, u16) {
-    match options.mode() {
-        _ if options.local => (0, 0),
-        MemoryMode::Precopy => (options.connections - 1, 0),
-        MemoryMode::Postcopy | MemoryMode::Auto => {
-            (options.connections, options.urgent_connections())
-        }
-    }
-}
-
-/// Connections for requested pages that a destination of any version takes: those of more vCPUs are shared.
-fn for_any(urgent_connections: u16) -> u16 {
-    match urgent_connections {
-        0..=CONNECTIONS_MAX => urgent_connections,
-        _ => URGENT_CONNECTIONS_SHARED,
-    }
-}
-
-/// The same, as far as this process has descriptors for them.
-fn connections_with_room(context: Context<'_>) -> (u16, u16) {
-    let wanted = extra_connections(context.options);
-    let room = descriptors::room(wanted.0.saturating_add(wanted.1));
-    descriptors::fewer_telling(wanted, room, context.options.mode(), "this process")
-}
-
-/// As many of these as the destination takes.
-fn accepted_connections(
-    (bulk, urgent): (u16, u16),
-    token: Option<&Taken>,
-    context: Context<'_>,
-) -> (u16, u16) {
-    let takes_many = |(features, _): &Taken| features.contains(FEATURE_MANY_URGENT);
-    let urgent = if token.is_some_and(takes_many) { urgent } else { for_any(urgent) };
-    let offered = (bulk, urgent);
-    let most = token.and_then(|(features, accepted)| {
-        accepted.connections_max.filter(|_| features.contains(FEATURE_FEWER_CONNECTIONS))
-    });
-    let Some(most) = most else { return offered };
-    descriptors::fewer_telling(offered, most, context.options.mode(), "the destination")
-}
-
 /// Features and answer of a negotiating destination.
-type Taken = (BTreeSet<String>, Accepted);
+pub(super) type Taken = (BTreeSet<String>, Accepted);
 
 /// Exchanges Start and Capabilities; a peer that knows only version 0 accepts nothing. Also returns how
 /// long an answer took that costs the peer almost no work.
@@ -493,6 +486,7 @@ pub(super) fn document(
         bulk_connections,
         urgent_connections: for_any(urgent_connections),
         many_urgent_connections: Some(urgent_connections).filter(|many| *many > CONNECTIONS_MAX),
+        vcpus: options.vcpus,
         local: options.local,
         recover_timeout_ms: Some(millis(options.recover_timeout)),
         regions: memory.layout().regions().to_vec(),

@@ -16,6 +16,7 @@ use super::negotiate::{Links, ask_of_mapping};
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::peers::Peers;
 use super::round::{Pass, RoundKind, clear_all, send_round};
+use super::serve::Gate;
 use super::switch::Switch;
 use super::{Context, PhaseFailure, check_cancel};
 use crate::channel::Channel;
@@ -61,6 +62,8 @@ pub(crate) struct Negotiated<V: SourceVm> {
     pub memory: Arc<V::Memory>,
     pub control: Channel,
     pub links: Links,
+    /// Where threads that wait for requests will find what they serve.
+    pub gate: Gate<V::Memory>,
 }
 
 /// All steps that are possible while the guest runs are done.
@@ -70,6 +73,7 @@ pub(crate) struct Copied<V: SourceVm> {
     pub control: Channel,
     pub links: Links,
     pub remaining: RemainingMemory<V::Log>,
+    pub gate: Gate<V::Memory>,
 }
 
 /// How the rest of memory is sent.
@@ -99,9 +103,9 @@ impl<V: SourceVm> Negotiated<V> {
     /// populated pages.
     pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, PhaseFailure<V>> {
         let result = self.remaining(context);
-        let Self { vm, memory, control, links } = self;
+        let Self { vm, memory, control, links, gate } = self;
         match result {
-            Ok(remaining) => Ok(Copied { vm, memory, control, links, remaining }),
+            Ok(remaining) => Ok(Copied { vm, memory, control, links, remaining, gate }),
             Err(failure) => {
                 Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure))
             }

@@ -39,7 +39,11 @@ pub(crate) struct Stopped<V: SourceVm> {
 impl<V: SourceVm> Copied<V> {
     /// Pauses the guest and handles the last dirty pages.
     pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, PhaseFailure<V>> {
-        let Self { vm, memory, mut control, mut links, remaining } = self;
+        let Self { vm, memory, mut control, mut links, remaining, gate } = self;
+        if let (RemainingMemory::Later(..), Some(failure)) = (&remaining, links.lost_for_requests())
+        {
+            return Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure));
+        }
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,
@@ -96,7 +100,9 @@ impl<V: SourceVm> Copied<V> {
                     if let Some(told) = &told {
                         server.has_told(told);
                     }
-                    Ok(Some(Arc::new(server)))
+                    let server = Arc::new(server);
+                    gate.open(&server);
+                    Ok(Some(server))
                 }
             }
         };

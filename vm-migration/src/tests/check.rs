@@ -368,6 +368,7 @@ fn offer(pair: &Pair) -> Offer {
         bulk_connections: 0,
         urgent_connections: 0,
         many_urgent_connections: None,
+        vcpus: None,
         local: false,
         recover_timeout_ms: None,
         regions: pair.from.layout().regions().to_vec(),

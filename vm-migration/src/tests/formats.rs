@@ -126,6 +126,7 @@ fn an_offer_that_says_nothing_of_versions_is_taken() {
         bulk_connections: 0,
         urgent_connections: 0,
         many_urgent_connections: None,
+        vcpus: None,
         local: false,
         regions: to.layout().regions().to_vec(),
         formats: NEW,

@@ -96,6 +96,7 @@ pub(super) fn agree(control: &mut Channel, to: &FakeMemory, mode: MemoryMode) ->
         bulk_connections: 1,
         urgent_connections: 1,
         many_urgent_connections: None,
+        vcpus: None,
         local: false,
         regions: to.layout().regions().to_vec(),
     };

@@ -115,6 +115,7 @@ fn offered(dir: &tempfile::TempDir, to: &Arc<FakeMemory>) -> (Channel, Target) {
         bulk_connections: 0,
         urgent_connections: 0,
         many_urgent_connections: None,
+        vcpus: None,
         local: true,
         regions: to.layout().regions().to_vec(),
     };

@@ -28,6 +28,7 @@
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, sends garbage or stalls at every message |
 //! | `descriptors` | processes without descriptors for all connections |
+//! | `threads` | processes that may start few threads, and when they are started |
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends the doubt after a loss at the commit, and what does not |
 //! | `ended` | a last message that the source has not received |
@@ -71,6 +72,7 @@ mod relay;
 mod scale;
 mod sharing;
 mod strangers;
+mod threads;
 mod tls;
 mod waits;
 

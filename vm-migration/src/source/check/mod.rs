@@ -12,7 +12,8 @@ mod writes;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use super::negotiate::{check_files, document, extra_connections, missing_features};
+use super::counts::extra_connections;
+use super::negotiate::{check_files, document, missing_features};
 use crate::cancel::Cancel;
 use crate::channel::{Channel, NO_REASON};
 use crate::destination::{BEGINS_NOTHING, refusals};

@@ -53,7 +53,9 @@ use crate::vm::SourceVm;
 
 pub(crate) use reconnect::Reconnect;
 pub use relay::serve_for_another;
-pub(crate) use threads::{serve_bulk, serve_urgent};
+pub(crate) use threads::{
+    BULK, Gate, URGENT, await_requests, bulk_urgency, serve_bulk, serve_urgent,
+};
 
 use pages::HINT_NONE;
 use reconnect::Connections;

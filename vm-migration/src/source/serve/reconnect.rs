@@ -189,7 +189,7 @@ impl Reconnect {
         let all = wanted.0.saturating_add(wanted.1);
         let room = descriptors::room(all);
         let (bulk, urgent) =
-            descriptors::fewer_telling(wanted, room, MemoryMode::Postcopy, "this process");
+            descriptors::fewer_telling(wanted, room, MemoryMode::Postcopy, descriptors::FEW_HERE);
         let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: true });
         let answer = control.ask(&recover, limits.answer).step("asking to continue")?;
         if answer.payload.is_empty() {

@@ -16,6 +16,7 @@ use crate::layout::GpaRange;
 use crate::options::Limits;
 use crate::protocol::codec::{FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX, TABLE_BYTES_MAX};
 use crate::protocol::message::Command;
+use crate::source::negotiate::Links;
 use crate::testing::FakeMemory;
 use crate::transport::ByteSource as _;
 use crate::transport::{Connection, Listener};
@@ -242,4 +243,62 @@ fn a_request_has_a_total_time() {
         wait_readable(&[session.fate().stop().fd()], &never, Some(LONG)).unwrap();
         assert_too_slow(&session.fate().take_failure().unwrap().cause);
     });
+}
+
+/// A connection on which a thread waits for requests while the guest runs, and the destination's end.
+fn awaited() -> (Links, Gate<FakeMemory>, Connection) {
+    let never = Cancel::new().unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let [ours, theirs] = [ours, theirs].map(|end| Connection::over(end, &never, LONG).unwrap());
+    let mut links = Links {
+        memory: Vec::new(),
+        urgent: vec![Channel::new(ours)],
+        urgent_count: 1,
+        terms: crate::source::negotiate::Terms::Plain { other: None },
+        token: None,
+        records: Vec::new(),
+        round_trip: Duration::ZERO,
+        page_server: None,
+        blobs: Vec::new(),
+        serving: Some(Session::new().unwrap()),
+    };
+    let gate = await_requests(&mut links).unwrap();
+    assert!(links.urgent.is_empty() && links.lost_for_requests().is_none());
+    (links, gate, theirs)
+}
+
+/// Why the requests of `links` cannot be served, once that is known.
+fn loss(links: &Links) -> Cause {
+    let never = Cancel::new().unwrap();
+    let lost = [links.serving.as_ref().unwrap().fate().stop().fd()];
+    assert_eq!(wait_readable(&lost, &never, Some(LONG)).unwrap(), WaitEnd::Ready(0));
+    links.lost_for_requests().unwrap().cause
+}
+
+#[test]
+fn a_request_is_answered_by_a_thread_that_has_waited_for_it_since_before_the_stop() {
+    let (links, gate, theirs) = awaited();
+    let server = server(&options(&"tcp:127.0.0.1:0".parse().unwrap()));
+    server.pending[0].set(0);
+    gate.open(&server);
+    let page = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
+    theirs.send(&Message::PageFault(vec![page]).encode()).unwrap();
+    let mut theirs = Channel::new(theirs);
+    let answer = theirs.timed(Message::read).unwrap();
+    assert!(matches!(answer, Message::Memory(_) | Message::ZeroPages(_)), "{answer:?}");
+    assert!(links.lost_for_requests().is_none());
+}
+
+#[test]
+fn a_connection_for_requests_that_is_lost_while_the_guest_runs_is_noticed_then() {
+    let (links, _gate, theirs) = awaited();
+    drop(theirs);
+    assert!(matches!(loss(&links), Cause::Transport(TransportError::Closed)));
+    let (links, _gate, theirs) = awaited();
+    theirs.send(&Message::PageFault(Vec::new()).encode()).unwrap();
+    let cause = loss(&links);
+    let early = "nothing before the handover";
+    assert!(
+        matches!(cause, Cause::Protocol(ProtocolError::Unexpected { expected, .. }) if expected == early)
+    );
 }

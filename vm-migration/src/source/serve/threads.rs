@@ -8,8 +8,8 @@
 //! thread that answers checks between two pieces for further requests.
 
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::Server;
@@ -21,13 +21,76 @@ use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::session::{Session, Urgency};
+use crate::source::negotiate::Links;
 use crate::transport::{Connection, wait_readable};
 
 /// Longest time for which a background thread yields, several answers long: endless requests must not
 /// stop the background. It spins meanwhile, because waking up takes longer than an answer.
 const GIVE_WAY_MAX: Duration = Duration::from_micros(50);
 
-/// Starts a thread for each connection for requests.
+/// The names of threads that serve requests, and of those of the background.
+pub(crate) const URGENT: &str = "mig-urgent";
+pub(crate) const BULK: &str = "mig-bulk";
+
+/// The urgency of one of so many threads of the background.
+pub(crate) fn bulk_urgency(connection: &Connection, vcpus: u32, threads: u16) -> Urgency {
+    // The guest's vCPUs have stopped when they work. Where they run then they compete only if that is this host.
+    let vcpus = if connection.stays_on_this_host() { vcpus } else { 0 };
+    Urgency::Later { vcpus, threads: threads.into() }
+}
+
+/// What is served, once the guest has stopped.
+pub(crate) struct Gate<M>(Arc<OnceLock<Arc<Server<M>>>>);
+
+impl<M> Gate<M> {
+    /// From now on threads that wait for requests answer them, and need not be woken for that.
+    pub(crate) fn open(&self, server: &Arc<Server<M>>) {
+        // There is one stop.
+        let _ = self.0.set(Arc::clone(server));
+    }
+}
+
+/// Has a thread wait for the first request on each connection for those, while the guest runs: at the stop none has to be
+/// woken, and a connection that is lost before is noticed.
+pub(crate) fn await_requests<M: GuestMemoryMap>(links: &mut Links) -> Result<Gate<M>, Failure> {
+    let gate = Arc::new(OnceLock::new());
+    let sends_pieces = links.sends_pieces();
+    let Some(session) = &mut links.serving else { return Ok(Gate(gate)) };
+    for channel in links.urgent.drain(..) {
+        if sends_pieces {
+            keep_queue_short(&channel)?;
+        }
+        start(&gate, session, channel, URGENT, Urgency::Now, |gate, channel, stop| {
+            let server = await_first_request(gate, channel)?;
+            answer_requests(&server, channel, stop)
+        })?;
+    }
+    Ok(Gate(gate))
+}
+
+/// Waits until there is a request, and for what.
+fn await_first_request<M>(
+    gate: &OnceLock<Arc<Server<M>>>,
+    channel: &mut Channel,
+) -> Result<Arc<Server<M>>, Failure> {
+    const STEP: &str = "waiting for page requests";
+    if !channel.reader.has_buffered() {
+        channel.connection.wait_for_data(None).step(STEP)?;
+    }
+    // It is there before the destination is told that it may ask.
+    if let Some(server) = gate.get() {
+        return Ok(Arc::clone(server));
+    }
+    let got = channel.timed(Message::read).step(STEP)?.command().name();
+    Err(ProtocolError::Unexpected { got, expected: "nothing before the handover" }).step(STEP)
+}
+
+/// Pieces in the queue would delay the next requested page.
+fn keep_queue_short(channel: &Channel) -> Result<(), Failure> {
+    channel.connection.keep_queue_short().step("preparing to serve page requests")
+}
+
+/// Has a thread serve each connection for requests.
 pub(crate) fn serve_urgent<M: GuestMemoryMap>(
     server: &Arc<Server<M>>,
     session: &mut Session,
@@ -35,21 +98,20 @@ pub(crate) fn serve_urgent<M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     for channel in channels {
         if server.sends_pieces() {
-            // Pieces in the queue would delay the next requested page.
-            channel.connection.keep_queue_short().step("preparing to serve page requests")?;
+            keep_queue_short(&channel)?;
         }
-        start(server, session, channel, "mig-urgent", Urgency::Now, answer_requests)?;
+        start(server, session, channel, URGENT, Urgency::Now, answer_requests)?;
     }
     Ok(())
 }
 
-/// Starts a background thread for each connection.
+/// Has a background thread push on each connection.
 pub(crate) fn serve_bulk<M: GuestMemoryMap>(
     server: &Arc<Server<M>>,
     session: &mut Session,
     channels: Vec<Channel>,
 ) -> Result<(), Failure> {
-    let threads = u32::try_from(channels.len()).unwrap_or(u32::MAX);
+    let threads = u16::try_from(channels.len()).unwrap_or(u16::MAX);
     for channel in channels {
         channel.connection.keep_queue_short().step("preparing to push pages")?;
         let push = |server: &Server<M>, channel: &mut Channel, stop: &Cancel| {
@@ -58,25 +120,21 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
             // page.
             answer_requests(server, channel, stop)
         };
-        // The guest's vCPUs have stopped here. Where they run now they compete only if that is this host.
-        let vcpus = if channel.connection.stays_on_this_host() {
-            server.progress.counters.guest_vcpus.load(Ordering::Relaxed)
-        } else {
-            0
-        };
-        let urgency = Urgency::Later { vcpus, threads };
-        start(server, session, channel, "mig-bulk", urgency, push)?;
+        let vcpus = server.progress.counters.guest_vcpus.load(Ordering::Relaxed);
+        let urgency = bulk_urgency(&channel.connection, vcpus, threads);
+        start(server, session, channel, BULK, urgency, push)?;
     }
     Ok(())
 }
 
-fn start<M: GuestMemoryMap>(
-    server: &Arc<Server<M>>,
+/// `serves` is what it serves, or will.
+fn start<S: Send + Sync + 'static>(
+    serves: &Arc<S>,
     session: &mut Session,
     channel: Channel,
-    name: &str,
+    name: &'static str,
     urgency: Urgency,
-    work: impl FnOnce(&Server<M>, &mut Channel, &Cancel) -> Result<(), Failure> + Send + 'static,
+    work: impl FnOnce(&S, &mut Channel, &Cancel) -> Result<(), Failure> + Send + 'static,
 ) -> Result<(), Failure> {
     let fate = Arc::clone(session.fate());
     let stop = fate.stop().clone();
@@ -84,8 +142,8 @@ fn start<M: GuestMemoryMap>(
     session.spawn(
         name,
         urgency,
-        (Arc::clone(server), channel),
-        move |(server, channel)| work(server, channel, &stop),
+        (Arc::clone(serves), channel),
+        move |(serves, channel)| work(serves, channel, &stop),
         move |failure| fate.fail(failure),
     )
 }

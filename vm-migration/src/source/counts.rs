@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How many further connections there are: what the options say, as far as this process has descriptors and threads for
+//! them, and as the destination takes them.
+//!
+//! Owns the threads until the numbers are known. Must never open a connection.
+
+use super::Context;
+use super::negotiate::Taken;
+use super::serve::{BULK, URGENT, bulk_urgency};
+use crate::channel::Channel;
+use crate::descriptors;
+use crate::error::Failure;
+use crate::options::{CONNECTIONS_MAX, MemoryMode, SendOptions, URGENT_CONNECTIONS_SHARED};
+use crate::protocol::capabilities::{FEATURE_FEWER_CONNECTIONS, FEATURE_MANY_URGENT};
+use crate::session::{Session, Urgency};
+use crate::threads::Needs;
+
+/// Numbers of extra connections: precopy also uses the first connection for memory.
+pub(super) fn extra_connections(options: &SendOptions) -> (u16, u16) {
+    match options.mode() {
+        _ if options.local => (0, 0),
+        MemoryMode::Precopy => (options.connections - 1, 0),
+        MemoryMode::Postcopy | MemoryMode::Auto => {
+            (options.connections, options.urgent_connections())
+        }
+    }
+}
+
+/// Connections for requested pages that a destination of any version takes: those of more vCPUs are shared.
+pub(super) fn for_any(urgent_connections: u16) -> u16 {
+    match urgent_connections {
+        0..=CONNECTIONS_MAX => urgent_connections,
+        _ => URGENT_CONNECTIONS_SHARED,
+    }
+}
+
+/// The same, as far as this process has descriptors for them.
+pub(super) fn connections_with_room(context: Context<'_>) -> (u16, u16) {
+    let wanted = extra_connections(context.options);
+    let room = descriptors::room(wanted.0.saturating_add(wanted.1));
+    descriptors::fewer_telling(wanted, room, context.options.mode(), descriptors::FEW_HERE)
+}
+
+/// As many of these as this process may start threads for, which wait from now on: while the guest is stopped none has to
+/// be started, or could be refused.
+pub(super) fn threads_with_room(
+    wanted: (u16, u16),
+    control: &Channel,
+    context: Context<'_>,
+) -> Result<((u16, u16), Option<Session>), Failure> {
+    let mode = context.options.mode();
+    if !mode.may_postcopy() {
+        return Ok((wanted, None));
+    }
+    let vcpus = context.options.vcpus.unwrap_or(0);
+    let bulk = (BULK, bulk_urgency(&control.connection, vcpus, wanted.0));
+    let needs = Needs { wanted, mode, bulk, urgent: (URGENT, Urgency::Now), besides: 0 };
+    let parked = needs.park(None)?;
+    Ok((parked.counts, Some(parked.session)))
+}
+
+/// As many of these as the destination takes.
+pub(super) fn accepted_connections(
+    (bulk, urgent): (u16, u16),
+    token: Option<&Taken>,
+    context: Context<'_>,
+) -> (u16, u16) {
+    let takes_many = |(features, _): &Taken| features.contains(FEATURE_MANY_URGENT);
+    let urgent = if token.is_some_and(takes_many) { urgent } else { for_any(urgent) };
+    let offered = (bulk, urgent);
+    let most = token.and_then(|(features, accepted)| {
+        accepted.connections_max.filter(|_| features.contains(FEATURE_FEWER_CONNECTIONS))
+    });
+    let Some(most) = most else { return offered };
+    let why = "the destination has no room for more";
+    descriptors::fewer_telling(offered, most, context.options.mode(), why)
+}
