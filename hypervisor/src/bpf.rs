@@ -15,6 +15,9 @@ const RAW_TRACEPOINT_OPEN: libc::c_int = 17;
 const MAP_LOOKUP_AND_DELETE_ELEM: libc::c_int = 21;
 
 const MAP_TYPE_HASH: u32 = 1;
+const MAP_TYPE_ARRAY: u32 = 2;
+/// The values of an array can be mapped, since Linux 5.5.
+const MAP_MAPPABLE: u32 = 1 << 10;
 const PROG_TYPE_RAW_TRACEPOINT: u32 = 17;
 
 /// Licence of the program, which the kernel checks for calls of GPL-only functions; there are none.
@@ -79,6 +82,37 @@ impl Insn {
     const fn wide(to: Reg, kind: Reg, value: u64) -> [Self; 2] {
         let (low, high) = ((value as u32).cast_signed(), ((value >> 32) as u32).cast_signed());
         [Self::new(0x18, to, kind, 0, low), Self::new(0, Reg(0), Reg(0), 0, high)]
+    }
+
+    /// `to` = the address of the only value of an array of this process.
+    pub fn set_value(to: Reg, array: &OwnedFd) -> [Self; 2] {
+        const PSEUDO_MAP_VALUE: Reg = Reg(2);
+        Self::wide(to, PSEUDO_MAP_VALUE, u64::from(array.as_raw_fd().unsigned_abs()))
+    }
+
+    /// `to += from`.
+    pub const fn add_register(to: Reg, from: Reg) -> Self {
+        Self::new(0x0f, to, from, 0, 0)
+    }
+
+    /// `to &= mask`.
+    pub const fn and(to: Reg, mask: i32) -> Self {
+        Self::new(0x57, to, Reg(0), 0, mask)
+    }
+
+    /// `to <<= bits`.
+    pub const fn shift_left(to: Reg, bits: i32) -> Self {
+        Self::new(0x67, to, Reg(0), 0, bits)
+    }
+
+    /// Skips `over` instructions if both registers have the same value.
+    pub const fn skip_if_same(one: Reg, other: Reg, over: i16) -> Self {
+        Self::new(0x1d, one, other, over, 0)
+    }
+
+    /// Skips `over` instructions.
+    pub const fn skip(over: i16) -> Self {
+        Self::new(0x05, Reg(0), Reg(0), over, 0)
     }
 
     /// `to` = the 64 bits at `from + offset`.
@@ -147,6 +181,18 @@ fn address<T: ?Sized>(of: *const T) -> u64 {
 /// # Errors
 /// The kernel's error: `EPERM` without the permission.
 pub fn create_table(entries: u32) -> io::Result<OwnedFd> {
+    create(MAP_TYPE_HASH, 8, entries, 0)
+}
+
+/// Creates an array with one value of so many bytes, which can be mapped.
+///
+/// # Errors
+/// The kernel's error: `EPERM` without the permission, `EINVAL` where arrays cannot be mapped.
+pub fn create_mappable(value_bytes: u32) -> io::Result<OwnedFd> {
+    create(MAP_TYPE_ARRAY, value_bytes, 1, MAP_MAPPABLE)
+}
+
+fn create(map_type: u32, value_bytes: u32, entries: u32, flags: u32) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attributes {
         map_type: u32,
@@ -155,8 +201,7 @@ pub fn create_table(entries: u32) -> io::Result<OwnedFd> {
         entries: u32,
         flags: u32,
     }
-    let mut attributes =
-        Attributes { map_type: MAP_TYPE_HASH, key_bytes: 4, value_bytes: 8, entries, flags: 0 };
+    let mut attributes = Attributes { map_type, key_bytes: 4, value_bytes, entries, flags };
     // SAFETY: these attributes have no addresses.
     own(unsafe { bpf(MAP_CREATE, &mut attributes) }?)
 }
@@ -233,6 +278,40 @@ pub fn attach(program: &OwnedFd, tracepoint: &CStr) -> io::Result<OwnedFd> {
     let mut attributes = Attributes { name: address(tracepoint.as_ptr()), program, pad: 0 };
     // SAFETY: the kernel reads a terminated string, which outlives the call.
     own(unsafe { bpf(RAW_TRACEPOINT_OPEN, &mut attributes) }?)
+}
+
+/// Runs a program for a raw tracepoint once, on the calling thread, with these arguments of the tracepoint.
+///
+/// # Errors
+/// The kernel's error: `EPERM` without the permission.
+#[cfg(test)]
+pub fn run(program: &OwnedFd, arguments: &[u64]) -> io::Result<()> {
+    const PROG_TEST_RUN: libc::c_int = 10;
+    #[repr(C)]
+    #[derive(Default)]
+    struct Attributes {
+        program: u32,
+        answer: u32,
+        data_bytes: [u32; 2],
+        data: [u64; 2],
+        repeat: u32,
+        duration: u32,
+        context_bytes: [u32; 2],
+        context: [u64; 2],
+        flags: u32,
+        cpu: u32,
+        batch: u32,
+        pad: u32,
+    }
+    let context_bytes = u32::try_from(size_of_val(arguments)).map_err(io::Error::other)?;
+    let mut attributes = Attributes {
+        program: program.as_raw_fd().unsigned_abs(),
+        context_bytes: [context_bytes, 0],
+        context: [address(arguments.as_ptr()), 0],
+        ..Attributes::default()
+    };
+    // SAFETY: the kernel reads `context_bytes` of the arguments, which outlive the call.
+    unsafe { bpf(PROG_TEST_RUN, &mut attributes) }.map(drop)
 }
 
 #[cfg(test)]

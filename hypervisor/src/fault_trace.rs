@@ -21,6 +21,7 @@ use thiserror::Error;
 
 use crate::bpf::{self, Helper, Insn, Reg};
 use crate::caps::Capabilities;
+use crate::fault_slots::{FaultSlots, SLOT_BITS, SLOTS, Taken};
 
 /// Maximum number of threads with a pending fault: more than a VM has vCPUs.
 const THREADS_MAX: u32 = 4096;
@@ -117,14 +118,55 @@ impl Paging {
 #[derive(Debug)]
 pub struct FaultTracer {
     paging: Paging,
-    table: OwnedFd,
+    noted: Noted,
     _attached: OwnedFd,
+}
+
+/// Where the program notes addresses: in the slot of a thread, which this process reads without a system call, or in the
+/// table if another thread has that slot, or there are none.
+#[derive(Debug)]
+struct Noted {
+    slots: Option<FaultSlots>,
+    table: OwnedFd,
+}
+
+impl Noted {
+    fn new() -> Result<Self, FaultTraceError> {
+        let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
+        let slots = FaultSlots::create()
+            .inspect_err(|error| {
+                log::info!("each page fault of a vCPU takes a system call more: {error}");
+            })
+            .ok();
+        Ok(Self { slots, table })
+    }
+
+    /// Takes the address that was noted last for the calling thread.
+    fn take(&self) -> Option<u64> {
+        let thread = thread_id()?;
+        match self.slots.as_ref().map(|slots| slots.take(thread)) {
+            Some(Taken::Address(address)) => Some(address),
+            Some(Taken::Nothing) => None,
+            Some(Taken::OfAnother) | None => bpf::take_value(&self.table, thread).ok(),
+        }
+    }
+}
+
+/// Thread ID of the calling thread. The kernel is asked once.
+fn thread_id() -> Option<u32> {
+    thread_local! {
+        static THREAD_ID: Option<u32> = {
+            // SAFETY: takes nothing and touches no memory.
+            u32::try_from(unsafe { libc::gettid() }).ok()
+        };
+    }
+    THREAD_ID.with(|id| *id)
 }
 
 /// A program that the kernel has taken.
 struct Prepared {
     paging: Paging,
-    table: OwnedFd,
+    noted: Noted,
     program: OwnedFd,
 }
 
@@ -132,11 +174,11 @@ impl Prepared {
     fn new(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
         let paging =
             if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
-        let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
-        probe(&table)?;
+        let noted = Noted::new()?;
+        probe(&noted.table)?;
         let this = Process::of_caller().map_err(FaultTraceError::Load)?;
-        let program = load(&program(paging, &this, &table))?;
-        Ok(Self { paging, table, program })
+        let program = load(&program(paging, &this, &noted))?;
+        Ok(Self { paging, noted, program })
     }
 }
 
@@ -146,7 +188,7 @@ impl FaultTracer {
     /// # Errors
     /// Names what is missing and how to provide it.
     pub fn start(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
-        let Prepared { paging, table, program } = Prepared::new(capabilities)?;
+        let Prepared { paging, noted, program } = Prepared::new(capabilities)?;
         let tracepoint = paging.tracepoint();
         let attached =
             bpf::attach(&program, tracepoint).map_err(|source| match source.raw_os_error() {
@@ -156,7 +198,7 @@ impl FaultTracer {
                     source,
                 },
             })?;
-        Ok(Self { paging, table, _attached: attached })
+        Ok(Self { paging, noted, _attached: attached })
     }
 
     /// Whether the kernel takes the program, which is not attached to the tracepoint: nothing of the host changes.
@@ -169,9 +211,7 @@ impl FaultTracer {
 
     /// Where the calling thread last faulted, unless that was returned before.
     pub fn take(&self) -> Option<FaultedAt> {
-        // SAFETY: takes nothing and touches no memory.
-        let thread = u32::try_from(unsafe { libc::gettid() }).ok()?;
-        let address = bpf::take_value(&self.table, thread).ok()?;
+        let address = self.noted.take()?;
         Some(match self.paging {
             Paging::TwoDimensional => FaultedAt::Gpa(address),
             Paging::Shadow => FaultedAt::Gva(address),
@@ -256,16 +296,45 @@ impl Process {
 }
 
 /// The program that records the address by thread, for threads of `process`.
-fn program(paging: Paging, process: &Process, table: &OwnedFd) -> Vec<Insn> {
+fn program(paging: Paging, process: &Process, noted: &Noted) -> Vec<Insn> {
     const FRAME: Reg = Reg(10);
     const ADDRESS: i16 = -8;
     /// Stack offsets of thread and process id, 32 bits each.
     const THREAD: i16 = -16;
     const PROCESS: i16 = -12;
     const IDS_BYTES: i32 = 8;
-    /// Number of instructions after the check of the process.
-    const REST: i16 = 8;
     let (address, last) = paging.arguments();
+    let mut to_table = Vec::from(Insn::set_map(Reg(1), &noted.table));
+    to_table.extend([
+        Insn::copy(Reg(2), FRAME),
+        Insn::add(Reg(2), THREAD.into()),
+        Insn::copy(Reg(3), FRAME),
+        Insn::add(Reg(3), ADDRESS.into()),
+        Insn::set(Reg(4), 0),
+        Insn::call(Helper::MapUpdate),
+    ]);
+    let mut note = Vec::new();
+    if let Some(slots) = &noted.slots {
+        // The slot of the thread: it has it, or takes it if nobody has.
+        note.extend([
+            Insn::load32(Reg(1), FRAME, THREAD),
+            Insn::copy(Reg(2), Reg(1)),
+            Insn::and(Reg(2), SLOTS - 1),
+            Insn::shift_left(Reg(2), SLOT_BITS),
+        ]);
+        note.extend(Insn::set_value(Reg(3), slots.array()));
+        note.extend([
+            Insn::add_register(Reg(3), Reg(2)),
+            Insn::load(Reg(4), Reg(3), FaultSlots::OWNER),
+            Insn::skip_if_same(Reg(4), Reg(1), 1),
+            Insn::skip_unless(Reg(4), 0, 3),
+            Insn::store(Reg(3), FaultSlots::ADDRESS, Reg(7)),
+            Insn::store(Reg(3), FaultSlots::OWNER, Reg(1)),
+            Insn::skip(count(&to_table)),
+        ]);
+    }
+    note.extend(to_table);
+    let rest = count(&note);
     let mut program = vec![
         // Not used; makes attaching fail if the tracepoint lacks the argument.
         Insn::load(Reg(6), Reg(1), last),
@@ -280,23 +349,19 @@ fn program(paging: Paging, process: &Process, table: &OwnedFd) -> Vec<Insn> {
         Insn::add(Reg(3), THREAD.into()),
         Insn::set(Reg(4), IDS_BYTES),
         Insn::call(Helper::PidsInNamespace),
-        Insn::skip_unless(Reg(0), 0, REST + 2),
+        Insn::skip_unless(Reg(0), 0, rest + 2),
         Insn::load32(Reg(1), FRAME, PROCESS),
-        Insn::skip_unless(Reg(1), process.id, REST),
+        Insn::skip_unless(Reg(1), process.id, rest),
     ]);
-    let rest = program.len();
-    program.extend(Insn::set_map(Reg(1), table));
-    program.extend([
-        Insn::copy(Reg(2), FRAME),
-        Insn::add(Reg(2), THREAD.into()),
-        Insn::copy(Reg(3), FRAME),
-        Insn::add(Reg(3), ADDRESS.into()),
-        Insn::set(Reg(4), 0),
-        Insn::call(Helper::MapUpdate),
-    ]);
-    debug_assert_eq!(program.len() - rest, usize::from(REST.unsigned_abs()));
+    program.extend(note);
     program.extend([Insn::set(Reg(0), 0), Insn::exit()]);
     program
+}
+
+/// How many instructions a jump over these skips.
+fn count(instructions: &[Insn]) -> i16 {
+    // There are some twenty.
+    i16::try_from(instructions.len()).unwrap_or(i16::MAX)
 }
 
 #[cfg(test)]
@@ -349,6 +414,58 @@ mod tests {
             b"0: (79) r0 = *(u64 *)(r3 +0)\nR3 !read_ok\nprocessed 1 insns (limit 1000000)\n\0";
         assert_eq!(last_words(log).unwrap(), "0: (79) r0 = *(u64 *)(r3 +0); R3 !read_ok");
         assert_eq!(last_words(&[0; 8]), None);
+    }
+
+    /// What the program notes for two threads that fault one after the other, and a third fault of the first.
+    fn noted_by_program(slots: bool) -> Result<[Option<u64>; 5], FaultTraceError> {
+        let mut noted = Noted::new()?;
+        noted.slots = noted.slots.filter(|_| slots);
+        assert_eq!(noted.slots.is_some(), slots, "this kernel maps arrays");
+        let this = Process::of_caller().unwrap();
+        let program = load(&program(Paging::TwoDimensional, &this, &noted))?;
+        let fault = |gpa| bpf::run(&program, &[1, gpa, 2, 3, 4]).unwrap();
+        fault(0x1000);
+        fault(0x2000);
+        let last = [noted.take(), noted.take()];
+        let other = std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                fault(0x3000);
+                noted.take()
+            });
+            other.join().unwrap()
+        });
+        let after = noted.take();
+        fault(0x4000);
+        Ok([last[0], last[1], other, after, noted.take()])
+    }
+
+    #[test]
+    fn the_program_notes_the_last_address_of_each_thread_which_is_taken_once() {
+        for slots in [true, false] {
+            let expected = [Some(0x2000), None, Some(0x3000), None, Some(0x4000)];
+            match noted_by_program(slots) {
+                Ok(noted) => assert_eq!(noted, expected, "with slots: {slots}"),
+                Err(error @ FaultTraceError::NotPermitted { .. }) => {
+                    return test_skip::skip!("{error}");
+                }
+                Err(error) => panic!("{error}: {:?}", std::error::Error::source(&error)),
+            }
+        }
+    }
+
+    #[test]
+    fn a_thread_whose_slot_another_one_has_is_noted_in_the_table() {
+        let Ok(noted) = Noted::new() else { return test_skip::skip!("no BPF") };
+        let this = Process::of_caller().unwrap();
+        let program = load(&program(Paging::TwoDimensional, &this, &noted)).unwrap();
+        let slots = noted.slots.as_ref().unwrap();
+        let thread = thread_id().unwrap();
+        slots.give_to(thread, thread ^ 1 << 30, 0x7000);
+        bpf::run(&program, &[1, 0x5000, 2, 3, 4]).unwrap();
+        assert_eq!(bpf::take_value(&noted.table, thread).unwrap(), 0x5000);
+        bpf::run(&program, &[1, 0x6000, 2, 3, 4]).unwrap();
+        assert_eq!([noted.take(), noted.take()], [Some(0x6000), None]);
+        assert_eq!(slots.take(thread ^ 1 << 30), Taken::Address(0x7000), "which is left as it was");
     }
 
     #[test]

@@ -15,7 +15,7 @@
 //! | vCPU | `vcpu`, `vcpu_save`, `run_page`, `kick` | one vCPU: registers, its state saved and set, the shared page, the signal that ends `KVM_RUN` |
 //! | parts of VM | `dirty`, `clock`, `irqchip`, `vfio` | each an `impl Vm`: dirty log, time, interrupt controllers, files of VFIO devices |
 //! | VM | `vm`, with `memslots` and `msi` | the descriptor and what all parts share: memory slots, interrupt routes |
-//! | host | `caps`, `fault_trace` | what this KVM can do; faults that another process takes |
+//! | host | `caps`, `fault_trace`, `fault_slots` | what this KVM can do; faults that another process takes |
 //! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `hyperv`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
 //! | base | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
 //!
@@ -53,6 +53,7 @@ mod clock;
 mod dirty;
 mod error;
 mod exits;
+mod fault_slots;
 mod fault_trace;
 mod fault_trial;
 mod hyperv;

@@ -145,10 +145,15 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 }
 
-/// Thread ID of the calling thread, as userfaultfd reports it for others.
+/// Thread ID of the calling thread, as userfaultfd reports it for others. The kernel is asked once.
 fn thread_id() -> u32 {
-    // SAFETY: takes nothing and touches no memory.
-    u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
+    thread_local! {
+        static THREAD_ID: u32 = {
+            // SAFETY: takes nothing and touches no memory.
+            u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
+        };
+    }
+    THREAD_ID.with(|id| *id)
 }
 
 impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use super::{OwnFaults, Refused};
+use super::{OwnFaults, Refused, thread_id};
 use crate::fault::{Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, VcpuBarrier};
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
@@ -239,4 +239,15 @@ fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
     faults.release().expect("marks that stay do no harm once they are clear");
     assert_eq!(*slow.removed.lock(), [0, 1]);
     assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NoResolver);
+}
+
+#[test]
+fn each_thread_has_its_own_id() {
+    let ids = || {
+        // SAFETY: takes nothing and touches no memory.
+        let asked = unsafe { libc::gettid() }.cast_unsigned();
+        assert_eq!([thread_id(), thread_id()], [asked; 2]);
+        asked
+    };
+    assert_ne!(std::thread::spawn(ids).join().unwrap(), ids());
 }
