@@ -104,6 +104,18 @@ pub enum Cause {
         /// How long.
         waited_s: u64,
     },
+    /// A device whose call into the kernel does not return. Its thread is left behind, and the device with it.
+    #[error(
+        "the device '{name}' hangs: {doing} has not ended within {waited_s} s; it and its thread are left behind"
+    )]
+    DeviceHangs {
+        /// The device.
+        name: Box<str>,
+        /// What it does.
+        doing: Box<str>,
+        /// How long that takes already.
+        waited_s: u64,
+    },
     /// An acknowledgement that is too old to commit with: the destination may have ended by now.
     #[error(
         "the destination's acknowledgement is up to {} s old, and can be used for {} s",

@@ -79,6 +79,7 @@ pub mod history;
 mod iovecs;
 mod latency;
 pub mod layout;
+mod left_threads;
 mod migration_check;
 mod opening;
 pub mod options;
@@ -113,6 +114,7 @@ pub use cancel::Cancel;
 pub use document::{Mode, ProgressDocument};
 pub use error::{Cause, GuestLocation, MigrationError, Side};
 pub use history::History;
+pub use left_threads::left_threads;
 pub use migration_check::{CheckFinding, MigrationCheck, MigrationForecast};
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,

@@ -34,6 +34,11 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for the destination to build the machine: large hugetlb guests take long.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 
+/// Longest wait, once a migration is over, for the call of a device into the kernel that reads or writes its state. The guest is
+/// stopped meanwhile. A device that takes longer is left behind with its thread, and is lost to the guest: so this is longer
+/// than the commands of such devices usually take.
+pub const DEVICE_LEAVE_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// How long a destination that cannot say that it is still preparing may be silent, in times of
 /// [`ANSWER_TIMEOUT`], beside the time in which it may populate memory ([`Limits::silent_preparation`]).
 pub const SILENT_PREPARE_FACTOR: u32 = 4;
@@ -153,6 +158,8 @@ pub struct Limits {
     pub answer: Duration,
     /// See [`PREPARE_TIMEOUT`].
     pub prepare: Duration,
+    /// See [`DEVICE_LEAVE_TIMEOUT`].
+    pub device_leave: Duration,
     /// See [`STALL_TIMEOUT`].
     pub stall: Duration,
     /// See [`REJOIN_TIMEOUT`].
@@ -165,6 +172,7 @@ impl Default for Limits {
             connect: CONNECT_TIMEOUT,
             answer: ANSWER_TIMEOUT,
             prepare: PREPARE_TIMEOUT,
+            device_leave: DEVICE_LEAVE_TIMEOUT,
             stall: STALL_TIMEOUT,
             rejoin: REJOIN_TIMEOUT,
         }
@@ -172,6 +180,12 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// How long the call of a device at the destination may take: less than the source waits for any byte
+    /// ([`PREPARE_TIMEOUT`]), so that it is the destination that ends the migration, with the name of the device.
+    pub(crate) fn device_call(&self) -> Duration {
+        self.prepare / 10 * 9
+    }
+
     /// How long a destination may be silent that has so much memory to map, may populate it, and cannot say that it
     /// works on it: one of plain version 0, as cloud-hypervisor's, or an older one.
     #[must_use]

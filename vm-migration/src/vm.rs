@@ -101,20 +101,34 @@ pub enum PlainPeer {
 
 /// A part of the state of a paused machine that is read as bytes. Dropping it ends the reading, at its end or before.
 pub trait BlobSource: Send {
-    /// Reads the next bytes, at least one; none at the end.
+    /// Reads the next bytes, at least one; none at the end. May take as long as a device does, or without end, and is called on
+    /// a thread that nothing else depends on, as is the drop: see [`PausedVm::leave_blob`].
     ///
     /// # Errors
     /// Names the device.
     fn read(&mut self, buffer: &mut [u8]) -> Result<usize, VmError>;
 }
 
-/// What takes such bytes at the destination.
+/// What takes such bytes at the destination. Its calls may take as long as a device does, or without end; those of one are on
+/// one thread, that nothing else depends on.
 pub trait BlobSink: Send + Sync {
+    /// Makes the device take bytes. Called once, before the first of them.
+    ///
+    /// # Errors
+    /// Names the device that cannot take that state; the text is shown at the source.
+    fn begin(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Writes the next bytes. Not called by two threads at once.
     ///
     /// # Errors
     /// Names the device.
     fn write(&self, bytes: &[u8]) -> Result<(), VmError>;
+
+    /// Leaves the device to the thread whose call does not return: from now on the machine and its end wait for neither.
+    /// Returns what the device does, as a noun. Called on another thread, and must not wait.
+    fn leave(&self) -> String;
 }
 
 /// A machine on the source whose guest may run.
@@ -246,6 +260,13 @@ pub trait PausedVm: Sized + Send {
     /// Names the device.
     fn open_blobs(&mut self) -> Result<Vec<Box<dyn BlobSource>>, VmError> {
         Ok(Vec::new())
+    }
+
+    /// Leaves the device of this part to the thread whose call does not return: from now on the machine, its guest and its end
+    /// wait for neither. Returns what the device does, as a noun. Must not wait.
+    fn leave_blob(&mut self, number: usize) -> String {
+        let _ = number;
+        "reading its state".to_owned()
     }
 
     /// The state of all devices and vCPUs. Parts of these lengths were sent beside it and are not in it.
@@ -392,7 +413,7 @@ pub trait DestinationVm: Sized + Send + 'static {
         Ok(())
     }
 
-    /// Prepares to take these parts of the state, and returns what takes the bytes of each, in order. Called at most once,
+    /// Returns what takes the bytes of each of these parts of the state, in order, without waiting for a device. Called at most once,
     /// when it is ready, with the guest still running at the source; [`apply_state`](Self::apply_state) follows when
     /// all of them have come.
     ///

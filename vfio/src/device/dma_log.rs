@@ -43,7 +43,9 @@ impl DmaLog {
         let id = device.id();
         let ranges: Vec<_> =
             ram.regions().iter().map(|region| span(region.gpa(), region)).collect();
-        let tracking = if device.is_stopped() {
+        let tracking = if device.is_left() {
+            Tracking::Anything
+        } else if device.is_stopped() {
             // Already stopped, so nothing was written since memory was last read.
             Tracking::Complete
         } else {
@@ -78,6 +80,10 @@ impl DmaLog {
     /// Marks the pages written since the last call in the regions' logs of device writes.
     pub fn collect(&self, ram: &GuestRam) {
         let mut tracking = self.tracking.lock();
+        if self.device.is_left() {
+            // The kernel's answer would wait for the call that hangs. What it has written is in no migration any more.
+            return;
+        }
         // Before the log is read: writes in between are in the next report.
         let stopped = self.device.is_stopped();
         if *tracking == Tracking::Logged
@@ -121,6 +127,9 @@ impl DmaLog {
     }
 
     fn end(&self) {
+        if self.device.is_left() {
+            return;
+        }
         if let Err(error) = self.device.port().stop_dma_log() {
             let id = self.device.id();
             warn!("passed-through device {id} keeps logging its writes: {error}");

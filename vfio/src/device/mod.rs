@@ -131,6 +131,8 @@ pub struct VfioPciDevice {
     lost: AtomicBool,
     /// Set once the function can never access memory again.
     disarmed: AtomicBool,
+    /// The one reset after a call that hung has begun.
+    late_reset: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
     log_limit: LogLimit,
@@ -200,6 +202,7 @@ impl VfioPciDevice {
             gate: wiring.gate,
             lost: AtomicBool::new(false),
             disarmed: AtomicBool::new(false),
+            late_reset: AtomicBool::new(false),
             asked: OnceLock::new(),
             granted: OnceLock::new(),
             log_limit: LogLimit::default(),
@@ -234,9 +237,18 @@ impl VfioPciDevice {
 
     /// Stops the function's DMA for good: it is lost to the guest, bus mastering is disabled, and it is
     /// reset. No guest write can enable DMA again, not even one that waits at the gate. Memory may be
-    /// unmapped when this returns.
+    /// unmapped when this returns. One that was [left](Self::leave) is not reset before its call returns, and is not disarmed
+    /// until then.
     pub fn disarm(&self) {
         self.lose();
+        if self.migration.is_left() {
+            return;
+        }
+        self.end_dma();
+    }
+
+    /// Ends DMA of a function that is lost to the guest.
+    fn end_dma(&self) {
         // Under the lock and after the mark, so that it follows any write in progress.
         let config = self.config.lock();
         self.wake_host(&config);
@@ -255,6 +267,9 @@ impl VfioPciDevice {
     /// it reaches memory when this returns.
     pub fn silence(&self) -> bool {
         self.lose();
+        if self.migration.is_left() {
+            return false;
+        }
         let config = self.config.lock();
         self.wake_host(&config);
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());

@@ -48,6 +48,9 @@ pub enum MigrationError {
     /// The function does not support migration.
     #[error(transparent)]
     NotMigratable(#[from] NotMigratable),
+    /// The function was left to a call into the kernel that did not return.
+    #[error("the device has hung in the kernel, and was left behind")]
+    Left,
     /// The step does not follow from the current state.
     #[error("the device is in state {now}, and has to be in {needed} for this")]
     Order {

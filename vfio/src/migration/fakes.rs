@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -25,6 +26,15 @@ pub enum StepFailure {
     Silent,
 }
 
+/// A kind of calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FakeHang {
+    /// Into a state.
+    Into(DeviceState),
+    Read,
+    Write,
+}
+
 /// What a test may set and look at.
 pub struct FakeHardware {
     pub support: Option<MigrationSupport>,
@@ -35,6 +45,8 @@ pub struct FakeHardware {
     pub failure: Option<(DeviceState, StepFailure)>,
     /// Reading ends with an error after so many bytes.
     pub breaks_after: Option<usize>,
+    /// Calls of this kind hang while the lock is held by the test.
+    pub hang: Option<(FakeHang, Arc<Mutex<()>>)>,
     /// Its state never ends.
     pub is_endless: bool,
     /// What it says of the length of its state, if that is not the length.
@@ -63,6 +75,7 @@ impl Default for FakeHardware {
             memory: Vec::new(),
             failure: None,
             breaks_after: None,
+            hang: None,
             is_endless: false,
             estimate_bytes: None,
             takes_at_most: None,
@@ -135,6 +148,14 @@ impl FakeMigration {
         self.0.lock().logged.is_some()
     }
 
+    /// Hangs as long as the test has it so, without a lock of its own.
+    fn pass(&self, kind: FakeHang) {
+        let hang = self.0.lock().hang.clone().filter(|(it, _)| *it == kind);
+        if let Some((_, gate)) = hang {
+            drop(gate.lock());
+        }
+    }
+
     pub(crate) fn reset(&self) {
         let mut hardware = self.0.lock();
         hardware.state = DeviceState::Running;
@@ -147,6 +168,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn set_state(&self, to: DeviceState) -> io::Result<()> {
+        self.pass(FakeHang::Into(to));
         let mut hardware = self.0.lock();
         let Some(support) = hardware.support else { return Err(refusal(libc::ENOTTY)) };
         if let Some((_, failure)) = hardware.failure.filter(|(state, _)| *state == to) {
@@ -188,6 +210,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.pass(FakeHang::Read);
         let mut hardware = self.0.lock();
         if hardware.state != DeviceState::StopCopy {
             return Err(refusal(libc::ENODEV));
@@ -210,6 +233,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn write(&self, data: &[u8]) -> io::Result<()> {
+        self.pass(FakeHang::Write);
         let mut hardware = self.0.lock();
         if hardware.state != DeviceState::Resuming {
             return Err(refusal(libc::ENODEV));

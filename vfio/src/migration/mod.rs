@@ -21,4 +21,4 @@ pub use saved::{
     APART_LEN_BYTES_MAX, Hardware, HardwareState, INTEGRATED_ENDPOINT_VERSION, ROM_VERSION,
     VFIO_STATE_VERSION, VfioState,
 };
-pub use session::{Migration, STATE_LEN_BYTES_MAX};
+pub use session::{Call, Migration, STATE_LEN_BYTES_MAX};

@@ -3,7 +3,9 @@
 //! The state machine of VFIO migration v2 for one function.
 //!
 //! Owns the current state, and the only transitions to others. Never guesses: after a failed
-//! step the kernel is asked for the function's state, and if that is unknown the function counts as failed.
+//! step the kernel is asked for the function's state, and if that is unknown the function counts as failed. A call into the
+//! kernel may never return, with the state locked: once the function is left to the thread of that call ([`Migration::leave`])
+//! nothing waits for it any more.
 //!
 //! ```text
 //!   RUNNING <-> RUNNING_P2P <-> STOP <-> STOP_COPY   its state is read
@@ -13,11 +15,13 @@
 //! Functions of one VM may reach each other, so all of them are in `RUNNING_P2P` before the first
 //! stops, and before the first works again. Those that do not support that state skip it.
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use log::warn;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::error::{MigrationError, NotMigratable};
 use super::port::{DeviceState, MigrationPort, MigrationSupport};
@@ -30,6 +34,47 @@ pub const STATE_LEN_BYTES_MAX: u64 = 128 << 20;
 /// Bytes of a state read at a time.
 const READ_BYTES: usize = 1 << 20;
 
+/// How often a wait for the call of another thread looks whether the function was left to it.
+const LEFT_LOOK: Duration = Duration::from_millis(50);
+
+/// A call into the kernel that waits for the function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// A transition.
+    Go {
+        /// State before it.
+        from: DeviceState,
+        /// State after it.
+        to: DeviceState,
+    },
+    /// Reading a part of its state.
+    Read {
+        /// Bytes read before.
+        read_bytes: u64,
+    },
+    /// Writing a part of its state.
+    Write {
+        /// Length of the part in bytes.
+        len_bytes: u64,
+        /// Bytes written before.
+        written_bytes: u64,
+    },
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Go { from, to } => write!(f, "its way from state {from} to {to}"),
+            Self::Read { read_bytes } => {
+                write!(f, "reading its state beyond the first {read_bytes} bytes")
+            }
+            Self::Write { len_bytes, written_bytes } => {
+                write!(f, "writing {len_bytes} bytes of its state after {written_bytes} others")
+            }
+        }
+    }
+}
+
 /// The migration state machine of one function.
 pub struct Migration {
     id: String,
@@ -39,6 +84,10 @@ pub struct Migration {
     state: Mutex<DeviceState>,
     /// Bytes that were written since it began to take a state; changed with `state` locked.
     written_bytes: AtomicU64,
+    /// The current call into the kernel. Locked for one access.
+    call: Mutex<Option<Call>>,
+    /// Left to the thread of that call. Never unset: what the call did to the function is not known.
+    is_left: AtomicBool,
 }
 
 impl Migration {
@@ -54,7 +103,10 @@ impl Migration {
         let found = support.as_ref().ok().and_then(|_| port.device_state().ok());
         let state = found.and_then(DeviceState::from_number).unwrap_or(DeviceState::Running);
         let (id_here, written_bytes) = (id.to_owned(), AtomicU64::new(0));
-        let this = Self { id: id_here, port, support, state: Mutex::new(state), written_bytes };
+        let (state_here, call, is_left) =
+            (Mutex::new(state), Mutex::new(None), AtomicBool::new(false));
+        let this =
+            Self { id: id_here, port, support, state: state_here, written_bytes, call, is_left };
         if let Err(error) = this.run() {
             let error = error_text::chain(&error);
             warn!("passed-through device {id} was found in {state}, and stays there: {error}");
@@ -70,9 +122,51 @@ impl Migration {
         self.support.as_ref().copied()
     }
 
-    /// Whether the function is stopped.
+    /// Leaves the function to the thread whose call into the kernel does not return: nothing waits for it from now on, and all
+    /// later steps are refused. Returns whether that thread still has the function. Does not wait.
+    pub fn leave(&self) -> bool {
+        self.is_left.store(true, Ordering::SeqCst);
+        // With the state unlocked no call begins that has not seen the mark.
+        self.state.try_lock().is_none()
+    }
+
+    /// The current call into the kernel.
+    pub fn call(&self) -> Option<Call> {
+        *self.call.lock()
+    }
+
+    /// Whether it was left.
+    pub fn is_left(&self) -> bool {
+        self.is_left.load(Ordering::SeqCst)
+    }
+
+    /// Waits until no other thread makes a step, unless the function is left to one.
+    fn locked(&self) -> Result<MutexGuard<'_, DeviceState>, MigrationError> {
+        loop {
+            let state = self.state.try_lock_for(LEFT_LOOK);
+            if self.is_left() {
+                return Err(MigrationError::Left);
+            }
+            if let Some(state) = state {
+                return Ok(state);
+            }
+        }
+    }
+
+    /// Makes a call into the kernel, with the state locked.
+    fn calling<T>(&self, call: Call, body: impl FnOnce() -> T) -> T {
+        *self.call.lock() = Some(call);
+        let done = body();
+        *self.call.lock() = None;
+        done
+    }
+
+    /// Whether the function is stopped. Of one that was left nothing is known.
     pub fn is_stopped(&self) -> bool {
-        !matches!(*self.state.lock(), DeviceState::Running | DeviceState::RunningP2p)
+        let works = |state: MutexGuard<'_, DeviceState>| {
+            matches!(*state, DeviceState::Running | DeviceState::RunningP2p)
+        };
+        self.locked().is_ok_and(|state| !works(state))
     }
 
     /// Enters `RunningP2p`. No effect if the function is stopped or does not support it.
@@ -80,7 +174,7 @@ impl Migration {
     /// # Errors
     /// As [`Self::go`].
     pub fn quiesce(&self) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         if *state == DeviceState::Running && self.has_p2p() {
             self.go(&mut state, DeviceState::RunningP2p)?;
         }
@@ -95,7 +189,7 @@ impl Migration {
         if self.support.is_err() {
             return Ok(());
         }
-        self.go(&mut self.state.lock(), DeviceState::Stop)
+        self.go(&mut *self.locked()?, DeviceState::Stop)
     }
 
     /// Leaves the stopped state for `RunningP2p`, if supported. No effect if the function runs.
@@ -103,7 +197,7 @@ impl Migration {
     /// # Errors
     /// As [`Self::go`].
     pub fn wake(&self) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         if *state != DeviceState::Running && self.has_p2p() {
             self.go(&mut state, DeviceState::RunningP2p)?;
         }
@@ -115,17 +209,21 @@ impl Migration {
     /// # Errors
     /// As [`Self::go`].
     pub fn run(&self) -> Result<(), MigrationError> {
-        self.go(&mut self.state.lock(), DeviceState::Running)
+        self.go(&mut *self.locked()?, DeviceState::Running)
     }
 
     /// Records a reset, after which the function runs.
     pub fn was_reset(&self) {
-        *self.state.lock() = DeviceState::Running;
+        if let Ok(mut state) = self.locked() {
+            *state = DeviceState::Running;
+        }
     }
 
     /// Estimated length of the state in bytes; zero if it has none.
     pub fn estimated_len_bytes(&self) -> u64 {
-        if self.support.is_err() { 0 } else { self.port.state_len_bytes().unwrap_or(0) }
+        // The kernel's answer would wait for the call.
+        let is_known = self.support.is_ok() && !self.is_left();
+        if is_known { self.port.state_len_bytes().unwrap_or(0) } else { 0 }
     }
 
     /// Reads the state whole. The function must be stopped, and stays so.
@@ -147,7 +245,7 @@ impl Migration {
     /// # Errors
     /// It is not stopped, or as [`Self::go`].
     pub fn begin_save(&self) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::StopCopy)
     }
@@ -157,10 +255,10 @@ impl Migration {
     /// # Errors
     /// The state cannot be read.
     pub fn read_part(&self, part: &mut [u8], read_bytes: u64) -> Result<usize, MigrationError> {
-        let state = self.state.lock();
+        let state = self.locked()?;
         needs(*state, DeviceState::StopCopy)?;
         loop {
-            match self.port.read_state(part) {
+            match self.calling(Call::Read { read_bytes }, || self.port.read_state(part)) {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 read => return read.map_err(|source| MigrationError::Read { read_bytes, source }),
             }
@@ -172,7 +270,7 @@ impl Migration {
     /// # Errors
     /// As [`Self::go`].
     pub fn end_save(&self) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         if *state == DeviceState::StopCopy {
             return self.go(&mut state, DeviceState::Stop);
         }
@@ -184,7 +282,7 @@ impl Migration {
     /// # Errors
     /// Its state.
     pub fn check_stopped(&self) -> Result<(), MigrationError> {
-        needs(*self.state.lock(), DeviceState::Stop)
+        needs(*self.locked()?, DeviceState::Stop)
     }
 
     fn read(&self) -> Result<Vec<u8>, MigrationError> {
@@ -208,7 +306,7 @@ impl Migration {
     /// # Errors
     /// It is not stopped, or as [`Self::go`].
     pub fn begin_load(&self) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::Resuming)?;
         self.written_bytes.store(0, Ordering::Relaxed);
@@ -220,15 +318,13 @@ impl Migration {
     /// # Errors
     /// The function takes none, or refuses these; it is unusable then.
     pub fn write_part(&self, part: &[u8]) -> Result<(), MigrationError> {
-        let state = self.state.lock();
+        let state = self.locked()?;
         needs(*state, DeviceState::Resuming)?;
         let written_bytes = self.written_bytes.load(Ordering::Relaxed);
         let len_bytes = part.len() as u64;
-        self.port.write_state(part).map_err(|source| MigrationError::Write {
-            len_bytes,
-            written_bytes,
-            source,
-        })?;
+        let wrote =
+            self.calling(Call::Write { len_bytes, written_bytes }, || self.port.write_state(part));
+        wrote.map_err(|source| MigrationError::Write { len_bytes, written_bytes, source })?;
         self.written_bytes.store(written_bytes.saturating_add(len_bytes), Ordering::Relaxed);
         Ok(())
     }
@@ -242,7 +338,7 @@ impl Migration {
         len_bytes: u64,
         complete: impl FnOnce() -> Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
-        let mut state = self.state.lock();
+        let mut state = self.locked()?;
         needs(*state, DeviceState::Resuming)?;
         let written_bytes = self.written_bytes.load(Ordering::Relaxed);
         if written_bytes != len_bytes {
@@ -285,11 +381,15 @@ impl Migration {
         if from == to {
             return Ok(());
         }
-        let Err(source) = self.port.set_device_state(to) else {
+        let go = || {
+            let done = self.port.set_device_state(to);
+            done.map_err(|error| (error, self.port.device_state().ok()))
+        };
+        let Err((source, now)) = self.calling(Call::Go { from, to }, go) else {
             *state = to;
             return Ok(());
         };
-        let now = self.port.device_state().ok().and_then(DeviceState::from_number);
+        let now = now.and_then(DeviceState::from_number);
         *state = now.unwrap_or(DeviceState::Error);
         if *state == DeviceState::Error {
             warn!("passed-through device {} has failed between {from} and {to}", self.id);

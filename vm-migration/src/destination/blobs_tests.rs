@@ -14,6 +14,8 @@ use crate::protocol::blobs::{
 };
 use crate::vm::VmError;
 
+const LONG: Duration = Duration::from_mins(1);
+
 type Written = Arc<Mutex<Vec<u8>>>;
 
 /// Takes bytes; with a gate each time when that lets one through.
@@ -32,6 +34,10 @@ impl BlobSink for Sink {
         }
         self.written.lock().extend_from_slice(bytes);
         Ok(())
+    }
+
+    fn leave(&self) -> String {
+        "taking its state".to_owned()
     }
 }
 
@@ -181,7 +187,7 @@ fn what_follows_what_is_being_written_is_held_and_nobody_waits() {
     let (open, gate) = channel();
     let (blobs, written, begun) = one(64, Some(gate));
     let blobs = Arc::new(blobs);
-    let writers = Writers::start(&blobs).unwrap();
+    let writers = Writers::start(&blobs, LONG).unwrap();
     blobs.put(chunk(0, b"ab")).unwrap();
     begun.recv().unwrap();
     blobs.put(chunk(2, b"cd")).unwrap();
@@ -212,7 +218,7 @@ fn a_device_that_refuses_its_state_ends_all_that_follows() {
     let (open, gate) = channel();
     let (blobs, _, begun) = one(64, Some(gate));
     let blobs = Arc::new(blobs);
-    let writers = Writers::start(&blobs).unwrap();
+    let writers = Writers::start(&blobs, LONG).unwrap();
     blobs.put(chunk(0, b"ab")).unwrap();
     begun.recv().unwrap();
     blobs.put(chunk(2, b"cd")).unwrap();
@@ -230,10 +236,49 @@ fn a_device_that_refuses_its_state_ends_all_that_follows() {
 fn writers_end_with_what_has_not_come() {
     let (blobs, _, _) = one(64, None);
     let blobs = Arc::new(blobs);
-    let writers = Writers::start(&blobs).unwrap();
+    let writers = Writers::start(&blobs, LONG).unwrap();
     blobs.put(chunk(2, b"cd")).unwrap();
     drop(writers);
     assert!(blobs.finish().is_err());
+}
+
+/// The thread that hangs has nothing of the others, and is left behind; how many there are is known.
+#[test]
+fn the_end_of_writers_does_not_wait_for_a_device_that_hangs() {
+    let (open, gate) = channel();
+    let (blobs, written, begun) = one(64, Some(gate));
+    let blobs = Arc::new(blobs);
+    let writers = Writers::start(&blobs, Duration::from_millis(50)).unwrap();
+    blobs.put(chunk(0, b"ab")).unwrap();
+    begun.recv().unwrap();
+    blobs.put(chunk(2, b"cd")).unwrap();
+    assert!(blobs.check_calls(LONG).is_ok(), "it may take long");
+    drop(writers);
+    let blob = Arc::clone(&blobs.all[0]);
+    assert!(blob.assembly.lock().stay.is_left && crate::left_threads() > 0);
+    assert!(blob.assembly.lock().held.is_empty(), "nothing is kept for it");
+    drop(blobs);
+    open.send(Ok(())).unwrap();
+    while !blob.assembly.lock().stay.has_ended {
+        std::thread::yield_now();
+    }
+    assert_eq!(&written.lock()[..], b"ab", "it writes no more");
+}
+
+#[test]
+fn a_device_that_hangs_is_named() {
+    let (open, gate) = channel();
+    let (blobs, _, begun) = one(64, Some(gate));
+    let blobs = Arc::new(blobs);
+    let writers = Writers::start(&blobs, LONG).unwrap();
+    blobs.put(chunk(0, b"ab")).unwrap();
+    begun.recv().unwrap();
+    let told = blobs.check_calls(Duration::ZERO).unwrap_err().to_string();
+    assert!(told.contains("'gpu0' hangs: taking its state"), "{told}");
+    assert!(blobs.check_calls(Duration::ZERO).is_ok(), "once");
+    // It is not awaited any more.
+    drop(writers);
+    open.send(Ok(())).unwrap();
 }
 
 #[test]
@@ -267,7 +312,7 @@ proptest! {
         }
         let (blobs, written) = plain();
         let blobs = Arc::new(blobs);
-        let writers = Writers::start(&blobs).unwrap();
+        let writers = Writers::start(&blobs, LONG).unwrap();
         let queue = Mutex::new(chunks.into_iter().collect::<std::collections::VecDeque<_>>());
         std::thread::scope(|scope| {
             for thread in 0..threads as u64 {

@@ -146,7 +146,7 @@ impl<V: Send + 'static> Building<V> {
         cancel: &Cancel,
     ) -> Result<(), Failure> {
         let connection = control.connection.as_raw_fd();
-        let wait = || wait_readable_or_left(self.ended.fd(), connection, cancel);
+        let wait = || wait_readable_or_left(self.ended.fd(), connection, cancel, None);
         match control.busy(told, wait) {
             Ok(WaitEnd::Cancelled) => Err(Cause::Cancelled).step(STEP),
             Ok(WaitEnd::Ready(1)) => Err(last_word(control)),

@@ -29,7 +29,7 @@ use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::options::{
-    CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT, URGENT_CONNECTIONS_MAX,
+    CONNECTIONS_MAX, Limits, MemoryMode, RECOVER_TIMEOUT_DEFAULT, URGENT_CONNECTIONS_MAX,
 };
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
@@ -41,7 +41,7 @@ use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Answer, Message, Role};
 use crate::ram::GuestMemoryMap;
 use crate::steering::LOOK_EVERY;
-use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::transport::{TransportError, WaitEnd, wait_readable, wait_readable_or_left};
 use crate::vm::DestinationVm;
 
 /// How long an extra connection may take to send its role. Nothing waits for it meanwhile.
@@ -305,15 +305,33 @@ impl<V: DestinationVm> Mapped<V> {
         let mut vm = self.parts.building.finish()?;
         let sinks = self.control.busy(true, || vm.open_blobs(&blobs));
         let sinks = sinks.map_err(Cause::Vm).step(STEP)?;
+        let limits = &context.options.limits;
         self.parts.building = Building::done(vm)?;
         let blobs = Arc::new(Blobs::new(blobs, sinks).step(STEP)?);
-        self.writers = Some(Writers::start(&blobs).step(STEP)?);
+        self.writers = Some(Writers::start(&blobs, limits.device_leave).step(STEP)?);
+        // Each has its own time, and says what it waits for.
+        let connection = self.control.connection.as_raw_fd();
+        let begun = self.control.busy(true, || {
+            while !blobs.have_begun(limits.device_call())? {
+                let (news, cancel) = (blobs.fd(), context.cancel);
+                let waited = wait_readable_or_left(news, connection, cancel, Some(LOOK_EVERY));
+                match waited.map_err(TransportError::io("waiting"))? {
+                    WaitEnd::Cancelled => return Err(Cause::Cancelled),
+                    // The source is gone, or does not wait any more; reading says which.
+                    WaitEnd::Ready(1) => break,
+                    WaitEnd::Ready(_) | WaitEnd::TimedOut => {}
+                }
+            }
+            Ok(())
+        });
+        begun.step(STEP)?;
         Ok(blobs)
     }
 
     /// Tells the source how much is written of the parts of the state that come as bytes, if it has not been told.
-    fn tell_written(&mut self, helpers: &Helpers) -> Result<(), Failure> {
+    fn tell_written(&mut self, helpers: &Helpers, limits: &Limits) -> Result<(), Failure> {
         let Some(blobs) = helpers.blobs().get() else { return Ok(()) };
+        blobs.check_calls(limits.device_call()).step("writing the state of devices")?;
         let Some(written) = blobs.news()? else { return Ok(()) };
         self.control.tell(&Message::BlobsWritten(written)).step("receiving the state of devices")
     }
@@ -391,7 +409,7 @@ impl<V: DestinationVm> Mapped<V> {
         context: Context<'_>,
     ) -> Result<Option<Message>, Failure> {
         const STEP: &str = "waiting for memory or state";
-        self.tell_written(helpers)?;
+        self.tell_written(helpers, &context.options.limits)?;
         let answer = context.options.limits.answer;
         let limit = match self.parts.terms {
             Terms::Plain => answer.saturating_mul(PLAIN_SILENCE_FACTOR),

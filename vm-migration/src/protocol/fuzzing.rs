@@ -29,6 +29,10 @@ impl BlobSink for Sink {
         self.0.lock().extend_from_slice(bytes);
         Ok(())
     }
+
+    fn leave(&self) -> String {
+        "writing".to_owned()
+    }
 }
 
 fn fuzzed_blobs(sinks: &[Written; 2]) -> Result<Blobs, Cause> {

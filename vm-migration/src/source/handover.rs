@@ -172,7 +172,7 @@ impl<V: SourceVm> Stopped<V> {
                 let withheld = stage.withheld().filter(|_| !is_refused);
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
-                    retraction.map(|(withheld, teller)| Retraction { withheld, teller });
+                    retraction.map(|(withheld, teller)| Box::new(Retraction { withheld, teller }));
                 let peers = Peers::new(control, links);
                 let paused = PhaseFailure::Paused { vm, peers, failure, retraction, given, log };
                 return Err(paused);

@@ -36,6 +36,7 @@ mod compression;
 mod content;
 mod convergence;
 mod counts;
+mod flows;
 mod handover;
 mod negotiate;
 mod other;
@@ -151,7 +152,7 @@ pub(crate) enum PhaseFailure<V: SourceVm> {
         peers: Peers,
         failure: Failure,
         /// Set when the destination may be in doubt, and is to be told.
-        retraction: Option<Retraction>,
+        retraction: Option<Box<Retraction>>,
         /// The destination is another program and has the state: it has to drop its machine before this one can take back
         /// what only one may hold.
         given: Option<Given>,

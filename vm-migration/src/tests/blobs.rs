@@ -444,3 +444,109 @@ fn bytes_before_they_are_announced_are_refused() {
     assert!(error_text::chain(&refused).contains("sent BlobChunk where"), "{refused:?}");
     target.join().unwrap_err();
 }
+
+/// A migration of two devices, of which one at one of the sides hangs as `gated` says.
+struct Hang {
+    blobs: FakeBlobs,
+    guest: Arc<Guest>,
+    from: Arc<FakeMemory>,
+    sent: SendResult,
+    received: super::ReceiveResult,
+    calls: Vec<&'static str>,
+    took: Duration,
+}
+
+/// Runs one in which `patience` is the time for a byte of any device, and ends with a cancel at the source, or without one.
+fn hang(gated: Gated, patience: Duration, is_cancelled: bool) -> Hang {
+    let (open, gate) = channel();
+    let blobs = FakeBlobs::new(&[3_000_000, 7]).gate(gated, gate);
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 81);
+    guest.fill(&from, 20);
+    let leave = Duration::from_millis(300);
+    let limits = Limits { prepare: patience, device_leave: leave, ..LIMITS };
+    let target = Target::start(&loopback(), Builder::new(&to, &guest).blobs(&blobs), limits);
+    let mut options = options(&target.address);
+    options.limits = limits;
+    options.timeout_strategy = TimeoutStrategy::Ignore;
+    let vm = FakeVm::new(&from, &guest).blobs(&blobs).running();
+    let calls = vm.calls();
+    let (cancel, progress) = (Cancel::new().unwrap(), Arc::new(Progress::new(Side::Source)));
+    let sender = {
+        let cancel = cancel.clone();
+        std::thread::spawn(move || migrate(vm, &options, &progress, &cancel))
+    };
+    if is_cancelled {
+        wait_for("the reading", || calls.lock().contains(&"read blobs"));
+        wait_for("the other device", || blobs.arrived_of(1) == 7);
+        cancel.cancel();
+    }
+    let began = Instant::now();
+    let sent = sender.join().unwrap();
+    let took = began.elapsed();
+    let received = target.join();
+    let calls = calls.lock().clone();
+    // Only now may the thread that was left go on.
+    wait_for("the device", || !blobs.left().is_empty());
+    drop(open);
+    Hang { blobs, guest, from, sent, received, calls, took }
+}
+
+fn resumed(sent: SendResult) -> (FakeVm, crate::MigrationError) {
+    let failure = *sent.unwrap_err();
+    let SendFailure::Resumed { vm, error } = failure else { panic!("{failure:?}") };
+    (vm, error)
+}
+
+#[test]
+fn the_guest_runs_again_whose_device_hangs_at_the_source() {
+    for gated in [Gated::ReadsOf(0), Gated::EndOf(0)] {
+        let hang = hang(gated, Duration::from_secs(2), false);
+        let (mut vm, error) = resumed(hang.sent);
+        let told = error_text::chain(&error);
+        let named = "the device 'gpu0' hangs: giving its state has not ended within";
+        assert!(told.contains(named), "{gated:?}: {told}");
+        assert_eq!(error.step, "reading the state of devices");
+        assert!(vm.runs(), "{gated:?}");
+        vm.stop();
+        assert_whole(&hang.guest, &hang.from);
+        let order: Vec<_> =
+            hang.calls.iter().filter(|call| ["leave", "resume"].contains(*call)).collect();
+        assert_eq!(order, [&"leave", &"resume"], "it does not wait for the device");
+        assert_eq!(hang.blobs.left(), [0]);
+        wait_for("the end of its thread", || hang.blobs.open_sources() == 0);
+        hang.received.unwrap_err();
+    }
+}
+
+#[test]
+fn a_destination_whose_device_hangs_ends_and_says_which() {
+    for gated in [Gated::WritesOf(0), Gated::BeginOf(0)] {
+        let hang = hang(gated, Duration::from_secs(2), false);
+        let named = "the device 'gpu0' hangs: taking its state has not ended within";
+        // The machine there has ended without that thread.
+        let received = error_text::chain(&hang.received.unwrap_err().error);
+        assert!(received.contains(named), "{gated:?}: {received}");
+        let (mut vm, error) = resumed(hang.sent);
+        let told = error_text::chain(&error);
+        assert!(told.contains(named), "{gated:?}: {told}");
+        assert!(vm.runs(), "{gated:?}");
+        vm.stop();
+        assert_whole(&hang.guest, &hang.from);
+        assert!(hang.blobs.left().iter().all(|device| *device == 0));
+    }
+}
+
+#[test]
+fn a_cancel_does_not_wait_for_a_device_that_hangs() {
+    for gated in [Gated::ReadsOf(0), Gated::WritesOf(0)] {
+        let hang = hang(gated, LIMITS.prepare, true);
+        let (mut vm, error) = resumed(hang.sent);
+        assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
+        assert!(hang.took < LIMITS.prepare / 2, "{gated:?}: {:?}", hang.took);
+        assert!(vm.runs(), "{gated:?}");
+        vm.stop();
+        hang.received.unwrap_err();
+        assert_eq!(hang.blobs.left(), [0], "{gated:?}");
+    }
+}

@@ -95,6 +95,7 @@ pub(super) const LIMITS: Limits = Limits {
     connect: Duration::from_secs(5),
     answer: Duration::from_secs(20),
     prepare: Duration::from_secs(20),
+    device_leave: Duration::from_secs(5),
     stall: Duration::from_secs(5),
     rejoin: Duration::from_secs(5),
 };

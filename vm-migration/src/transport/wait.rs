@@ -36,9 +36,10 @@ pub(crate) fn wait_readable_or_left(
     fd: RawFd,
     socket: RawFd,
     cancel: &Cancel,
+    timeout: Option<Duration>,
 ) -> io::Result<WaitEnd> {
     // All other ends of a connection are always reported by poll.
-    wait_for(&[(fd, libc::POLLIN), (socket, libc::POLLRDHUP)], cancel, None)
+    wait_for(&[(fd, libc::POLLIN), (socket, libc::POLLRDHUP)], cancel, timeout)
 }
 
 /// True when a descriptor is ready for `events` now, or has failed, which using it shows.

@@ -86,7 +86,7 @@ impl Machine {
         Ok(self.parts.passthrough.states_apart()?)
     }
 
-    /// Begins to read the hardware states of these devices. The machine must be paused.
+    /// Prepares to read the hardware states of these devices. The machine must be paused.
     ///
     /// # Errors
     /// Names the device.
@@ -94,7 +94,12 @@ impl Machine {
         self.parts.passthrough.read_states(ids)
     }
 
-    /// Begins to write states of this hardware into the devices with these ids, which a restore completes.
+    /// Leaves the device to the thread that reads its state and hangs; returns the call that does.
+    pub fn leave_device(&self, id: &str) -> String {
+        self.parts.passthrough.leave_hung(id)
+    }
+
+    /// Prepares to write states of this hardware into the devices with these ids, which a restore completes.
     ///
     /// # Errors
     /// Names the device.

@@ -50,8 +50,16 @@ impl BlobSource for Source {
 struct Sink(StateWriter);
 
 impl BlobSink for Sink {
+    fn begin(&self) -> Result<(), VmError> {
+        Ok(self.0.begin()?)
+    }
+
     fn write(&self, bytes: &[u8]) -> Result<(), VmError> {
         Ok(self.0.write(bytes)?)
+    }
+
+    fn leave(&self) -> String {
+        self.0.device().leave()
     }
 }
 
@@ -65,7 +73,7 @@ pub fn announce(machine: &Machine) -> Result<Vec<BlobInfo>, VmError> {
     machine.states_apart()?.into_iter().map(info).collect()
 }
 
-/// Begins to read the states of the devices with these names.
+/// Prepares to read the states of the devices with these names.
 pub fn sources(machine: &Machine, names: &[String]) -> Result<Vec<Box<dyn BlobSource>>, VmError> {
     let readers = machine.read_states(names)?;
     Ok(readers.into_iter().map(|reader| Box::new(Source(reader)) as Box<dyn BlobSource>).collect())

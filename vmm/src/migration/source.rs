@@ -373,6 +373,11 @@ impl PausedVm for PausedMachine {
         blobs::sources(&self.machine, &self.apart)
     }
 
+    fn leave_blob(&mut self, number: usize) -> String {
+        let id = self.apart.get(number).map_or("", String::as_str);
+        self.machine.leave_device(id)
+    }
+
     fn state_json(&mut self, blobs: &[u64]) -> Result<Vec<u8>, VmError> {
         let apart = blobs::lengths(&self.apart, blobs)?;
         let state = match &self.reader {

@@ -39,6 +39,8 @@ struct Devices {
     was_apart: bool,
     /// Bytes that were read of the sources.
     read_bytes: u64,
+    /// Devices that were left behind.
+    left: Vec<usize>,
 }
 
 /// What waits for a gate.
@@ -52,8 +54,12 @@ pub enum Gated {
     ReadsOf(usize),
     /// The begin of reading.
     Open,
+    /// The end of reading one device.
+    EndOf(usize),
     /// The preparation of the devices at the destination.
     Prepare,
+    /// That of one device, on its own thread.
+    BeginOf(usize),
 }
 
 /// A gate lets one through with each message, and all once it is dropped.
@@ -132,6 +138,15 @@ impl FakeBlobs {
     /// Bytes that were read of all devices.
     pub fn read_bytes(&self) -> u64 {
         self.0.lock().read_bytes
+    }
+
+    /// Devices that were left behind.
+    pub fn left(&self) -> Vec<usize> {
+        self.0.lock().left.clone()
+    }
+
+    pub(super) fn leave(&self, device: usize) {
+        self.0.lock().left.push(device);
     }
 
     /// Sources that are being read.
@@ -237,6 +252,7 @@ impl BlobSource for Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
+        self.blobs.pass(&[Gated::EndOf(self.device)]);
         self.blobs.0.lock().open -= 1;
     }
 }
@@ -259,5 +275,15 @@ impl BlobSink for Sink {
             return Err("the device refuses its state".into());
         }
         Ok(())
+    }
+
+    fn begin(&self) -> Result<(), VmError> {
+        self.blobs.pass(&[Gated::BeginOf(self.device)]);
+        Ok(())
+    }
+
+    fn leave(&self) -> String {
+        self.blobs.leave(self.device);
+        "taking its state".to_owned()
     }
 }

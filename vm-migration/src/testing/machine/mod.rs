@@ -434,6 +434,12 @@ impl PausedVm for FakePaused {
         Ok(self.common.blobs.sources())
     }
 
+    fn leave_blob(&mut self, number: usize) -> String {
+        self.common.calls.lock().push("leave");
+        self.common.blobs.leave(number);
+        "giving its state".to_owned()
+    }
+
     fn state_json(&mut self, blobs: &[u64]) -> Result<Vec<u8>, VmError> {
         self.common.call(Inject::State, "state")?;
         Ok(self.common.blobs.state(blobs))

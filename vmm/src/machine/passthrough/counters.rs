@@ -40,6 +40,7 @@ impl Passthrough {
             if let Some(at) = pinned {
                 counters.insert("pinned_monotonic_us".to_owned(), clock_us(at));
             }
+            counters.insert("left_behind".to_owned(), u64::from(device.is_left()));
             counters.insert("lost".to_owned(), u64::from(device.is_lost()));
             counters
         };

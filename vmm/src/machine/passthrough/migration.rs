@@ -217,6 +217,15 @@ pub(super) struct LossReporter {
 }
 
 impl LossReporter {
+    /// The same on the thread that has made a call: a device that was left to it is reported already, and was reset here.
+    pub(super) fn report_here(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
+        if device.is_left() {
+            unmap_if_unused(&self.device_list);
+        } else {
+            self.report(device, error);
+        }
+    }
+
     /// Reports it, if this error has made it so.
     pub(super) fn report(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
         if device.is_lost() {

@@ -56,7 +56,7 @@ impl Passthrough {
         Ok(all)
     }
 
-    /// Begins to read the states of these devices.
+    /// Prepares to read the states of these devices.
     ///
     /// # Errors
     /// Names the device that cannot be stopped or read, or is gone.
@@ -64,15 +64,22 @@ impl Passthrough {
         // Also those that were added since the pause, and run.
         self.stop()?;
         let read = |id: &String| {
-            let device = self.device_of(id)?;
-            let reporter = self.loss_reporter();
-            let reader = device.read_state().inspect_err(|error| reporter.report(device, error))?;
-            Ok(DeviceStateReader { reader: Some(reader), reporter })
+            let reader = self.device_of(id)?.read_state()?;
+            Ok(DeviceStateReader { reader: Some(reader), reporter: self.loss_reporter() })
         };
         ids.iter().map(read).collect()
     }
 
-    /// Begins to write states of this hardware into the devices with these ids.
+    /// Leaves the device to the thread that reads its state, in a call that does not return: it is lost to the guest, which
+    /// runs again without it. Returns that call.
+    pub fn leave_hung(&self, id: &str) -> String {
+        let Ok(device) = self.device_of(id) else { return "reading its state".to_owned() };
+        let call = device.leave();
+        self.loss_reporter().report(device, &vfio::migration::MigrationError::Left);
+        call
+    }
+
+    /// Prepares to write states of this hardware into the devices with these ids.
     ///
     /// # Errors
     /// Names the device that is not here, is named twice, or is of another kind.
@@ -112,7 +119,7 @@ impl DeviceStateReader {
     /// The device has failed.
     pub fn read(&mut self, part: &mut [u8]) -> Result<usize, PciStateError> {
         let Some(reader) = &mut self.reader else { return Ok(0) };
-        reader.read(part).inspect_err(|error| self.reporter.report(reader.device(), error))
+        reader.read(part).inspect_err(|error| self.reporter.report_here(reader.device(), error))
     }
 }
 
@@ -124,7 +131,7 @@ impl Drop for DeviceStateReader {
         drop(reader);
         if !was_lost {
             let error = vfio::migration::NotMigratable::Lost;
-            self.reporter.report(&device, &error);
+            self.reporter.report_here(&device, &error);
         }
     }
 }
@@ -134,10 +141,11 @@ impl Drop for DeviceStateReader {
 mod tests {
     use std::sync::atomic::Ordering;
 
+    use parking_lot::Mutex;
     use pci::PciDevice as _;
     use vfio::fakes::FakeFunction;
     use vfio::migration::DeviceState;
-    use vfio::migration::fakes::StepFailure;
+    use vfio::migration::fakes::{FakeHang, StepFailure};
 
     use super::super::migration::tests::two_devices;
     use super::*;
@@ -177,6 +185,9 @@ mod tests {
         let announced: Vec<_> =
             states.iter().map(|state| (state.id.as_str(), state.hardware.clone())).collect();
         let writers = here.write_states(&announced).unwrap();
+        for writer in &writers {
+            writer.begin().unwrap();
+        }
         let is_safe = |host: &Arc<FakeFunction>| host.in_use.load(Ordering::Relaxed);
         assert!(arrived.iter().all(is_safe), "no reset of its bus takes it away");
         // Both are read at once, as both have stopped.
@@ -241,9 +252,12 @@ mod tests {
         assert!(refused.contains("its vendor and device"), "{refused}");
         assert_eq!(one.migration.hardware_mut().state, DeviceState::Stop, "it has not heard of it");
         let twice = [("one", hardware.clone()), ("one", hardware.clone())];
-        let refused = error_text::chain(&here.write_states(&twice).err().unwrap());
+        let writers = here.write_states(&twice).unwrap();
+        writers[0].begin().unwrap();
+        let refused = error_text::chain(&writers[1].begin().unwrap_err());
         assert!(refused.contains("is in state RESUMING, and has to be in STOP"), "{refused}");
         let writers = here.write_states(&[("two", hardware)]).unwrap();
+        writers[0].begin().unwrap();
         two.migration.hardware_mut().takes_at_most = Some(3);
         writers[0].write(b"abc").unwrap();
         let refused = error_text::chain(&writers[0].write(b"defg").unwrap_err());
@@ -254,13 +268,104 @@ mod tests {
     fn a_device_that_fails_while_it_is_read_is_gone_and_the_others_are_not() {
         let (there, [one, two]) = two_devices();
         let states = there.states_apart().unwrap();
-        let readers = there.read_states(&ids(&states)).unwrap();
+        let mut readers = there.read_states(&ids(&states)).unwrap();
+        readers[0].read(&mut [0; 4]).unwrap();
         one.migration.hardware_mut().failure = Some((DeviceState::Stop, StepFailure::Failed));
         drop(readers);
         assert!(there.devices[0].1.is_lost() && !there.devices[1].1.is_lost());
         assert!(there.devices[0].1.save_beside(14).is_err());
         there.run();
         assert_eq!(two.migration.hardware_mut().state, DeviceState::Running);
+    }
+
+    /// Waits until a device is in a call.
+    fn wait_for_call(device: &VfioPciDevice, call: &str) {
+        while device.call().is_none_or(|now| !now.to_string().contains(call)) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Whichever call hangs: the guest runs on without the device, with the other one, and nothing waits for it.
+    #[test]
+    fn a_device_that_hangs_while_it_is_read_is_left_and_the_others_run() {
+        let calls = [
+            (FakeHang::Into(DeviceState::StopCopy), "state STOP to STOP_COPY"),
+            (FakeHang::Read, "beyond the first 0 bytes"),
+            (FakeHang::Into(DeviceState::Stop), "state STOP_COPY to STOP"),
+        ];
+        for (hang, expected) in calls {
+            let (there, [one, two]) = two_devices();
+            let mut readers = there.read_states(&["one".to_owned()]).unwrap();
+            let gate = Arc::new(Mutex::new(()));
+            let closed = gate.lock();
+            one.migration.hardware_mut().hang = Some((hang, Arc::clone(&gate)));
+            let mut reader = readers.remove(0);
+            let thread =
+                std::thread::spawn(
+                    move || while reader.read(&mut [0; 64]).is_ok_and(|len| len > 0) {},
+                );
+            let device = Arc::clone(&there.devices[0].1);
+            wait_for_call(&device, expected);
+            let call = there.leave_hung("one");
+            assert!(call.contains(expected), "{call}");
+            assert!(device.is_lost() && device.is_left() && !device.is_disarmed());
+            there.run();
+            assert_eq!(two.migration.hardware_mut().state, DeviceState::Running, "{hang:?}");
+            assert_eq!(*one.resets.lock(), 0, "the kernel would wait for the call");
+            // Nor does what the guest or the host does with it later.
+            there.stop().unwrap();
+            assert!(!device.is_stopped() && device.movable().is_err());
+            device.disarm();
+            assert!(!device.is_disarmed() && !device.silence());
+            let mut data = [0; 4];
+            device.read_config(0, &mut data);
+            assert_eq!((data, *one.resets.lock()), ([0xff; 4], 0));
+            drop(closed);
+            thread.join().unwrap();
+            assert!(device.is_disarmed(), "its thread has reset it");
+            assert_eq!(*one.resets.lock(), 1, "{hang:?}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_hangs_while_it_is_written_is_left() {
+        for (hang, expected) in [
+            (FakeHang::Into(DeviceState::Resuming), "state STOP to RESUMING"),
+            (FakeHang::Write, "writing 3 bytes of its state after 0 others"),
+        ] {
+            let (here, [one, _two]) = two_devices();
+            here.stop().unwrap();
+            here.gate.open();
+            let hardware = here.states_apart().unwrap()[0].hardware.clone();
+            let writer = Arc::new(here.write_states(&[("one", hardware)]).unwrap().remove(0));
+            let gate = Arc::new(Mutex::new(()));
+            let closed = gate.lock();
+            one.migration.hardware_mut().hang = Some((hang, Arc::clone(&gate)));
+            let device = Arc::clone(&here.devices[0].1);
+            let thread = {
+                let writer = Arc::clone(&writer);
+                std::thread::spawn(move || writer.begin().and_then(|()| writer.write(b"abc")))
+            };
+            wait_for_call(&device, expected);
+            assert!(writer.device().leave().contains(expected));
+            // The machine ends meanwhile.
+            drop(here);
+            drop(closed);
+            let error = error_text::chain(&thread.join().unwrap().unwrap_err());
+            assert!(error.contains("was left behind"), "{error}");
+            assert!(device.is_disarmed());
+        }
+    }
+
+    #[test]
+    fn a_device_that_answers_in_the_last_moment_is_reset_at_once() {
+        let (there, [one, _two]) = two_devices();
+        let mut readers = there.read_states(&["one".to_owned()]).unwrap();
+        readers[0].read(&mut [0; 4]).unwrap();
+        there.leave_hung("one");
+        assert!(there.devices[0].1.is_disarmed());
+        drop(readers);
+        assert_eq!(*one.resets.lock(), 1, "once");
     }
 
     #[test]

@@ -3,35 +3,25 @@
 //! What a destination may say of what it has written, and whose turn it is to be sent.
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
-use std::sync::Arc;
-
 use super::*;
-use crate::cancel::Cancel;
-use crate::options::SendOptions;
-use crate::phase::Side;
-use crate::progress::Progress;
 use crate::protocol::blobs::{BLOB_BYTES_MAX, BLOBS_MAX, WINDOW_BYTES_MAX};
 
 /// Calls `check` with a pipe for three blobs.
-fn with_pipe(check: impl FnOnce(&Pipe<'_>)) {
+fn with_pipe(check: impl FnOnce(&Flows)) {
     with_pipe_for(3, check);
 }
 
-fn with_pipe_for(count: usize, check: impl FnOnce(&Pipe<'_>)) {
+fn with_pipe_for(count: usize, check: impl FnOnce(&Flows)) {
     let info = |number| BlobInfo {
         name: format!("gpu{number}"),
         len_bytes_max: BLOB_BYTES_MAX,
         about: serde_json::Value::Null,
     };
     let infos: Vec<_> = (0..count).map(info).collect();
-    let options = SendOptions::new("tcp:127.0.0.1:1".parse().unwrap());
-    let progress = Arc::new(Progress::new(Side::Source));
-    let cancel = Cancel::new().unwrap();
-    let context = Context { options: &options, progress: &progress, cancel: &cancel };
-    check(&Pipe::new(&infos, context).unwrap());
+    check(&Flows::new(&infos).unwrap());
 }
 
-fn put(pipe: &Pipe<'_>, blob: u16, offset: u64) {
+fn put(pipe: &Flows, blob: u16, offset: u64) {
     assert!(pipe.put(BlobChunk { blob, offset, bytes: vec![1; 4] }));
 }
 
@@ -47,7 +37,7 @@ fn a_destination_that_says_it_has_written_more_is_refused() {
             let refused = pipe.note_written(wrong);
             assert!(matches!(refused, Err(ProtocolError::Malformed { .. })), "{wrong:?}");
         }
-        assert!(one_less(0).is_err(), "an answer to nothing");
+        assert!(super::super::blobs::one_less(0).is_err(), "an answer to nothing");
     });
 }
 
