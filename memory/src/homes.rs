@@ -17,12 +17,18 @@
 //!
 //! Owns that rule. Must never place memory against the affinity or the policy that an operator has given the process.
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 
 use crate::host::Host;
 use crate::lanes::PageKind;
 use crate::processors::allowed_cpus;
 use crate::region::RamRegion;
+
+/// Unit in which a file says how long its blocks are, whatever those of its file system are.
+const BLOCK_BYTES: u64 = 512;
 
 /// Nodes that a kernel can have on x86-64.
 const NODES_MAX: usize = 1024;
@@ -164,7 +170,7 @@ impl Homes {
         Self::pretended(&nodes)
     }
 
-    /// Looks up what each node has free, without what is bound to it.
+    /// Looks up what each node has free, without what is bound to it and will still be taken of that.
     fn look_for_room(&mut self, host: &Host, demands: &[Demand]) {
         let mut classes: Vec<u64> = demands.iter().map(|demand| demand.class).collect();
         classes.sort_unstable();
@@ -188,7 +194,7 @@ impl Homes {
     }
 }
 
-/// Memory that is to be populated.
+/// Memory that is to be populated, and takes room when it is.
 struct Demand {
     /// Size of its hugetlb page, or 0.
     class: u64,
@@ -196,13 +202,36 @@ struct Demand {
     bytes: u64,
 }
 
+/// What is bound to a node counts without the pages that it has already, from a pool or from before a reboot: what the node
+/// has free is less by those.
 fn demands(regions: &[Arc<RamRegion>]) -> Vec<Demand> {
-    let demand = |region: &Arc<RamRegion>| Demand {
-        class: if region.is_hugetlb() { region.page_bytes() } else { 0 },
-        node: region.spec().host_numa_node,
-        bytes: region.usable_bytes(),
+    // Pages that a file has, by the address of its descriptor; a zone may have several regions.
+    let mut of_files: BTreeMap<*const File, u64> = BTreeMap::new();
+    let mut there = |region: &Arc<RamRegion>| {
+        let Some(file) = region.file() else { return region.private_bytes() };
+        let has = of_files.entry(Arc::as_ptr(file)).or_insert_with(|| pages_of(region, file));
+        let part = (*has).min(region.usable_bytes());
+        *has -= part;
+        part
+    };
+    let demand = |region: &Arc<RamRegion>| {
+        let node = region.spec().host_numa_node;
+        let usable = region.usable_bytes();
+        Demand {
+            class: if region.is_hugetlb() { region.page_bytes() } else { 0 },
+            node,
+            bytes: if node.is_some() { usable.saturating_sub(there(region)) } else { usable },
+        }
     };
     regions.iter().map(demand).collect()
+}
+
+/// How much memory the pages of a zone's file take: one call, whatever its length. A file on a disk says nothing of that.
+fn pages_of(region: &RamRegion, file: &File) -> u64 {
+    if !region.is_hugetlb() && !region.takes_host_memory() {
+        return 0;
+    }
+    file.metadata().map_or(0, |metadata| metadata.blocks().saturating_mul(BLOCK_BYTES))
 }
 
 /// Deals chunks out to nodes.
@@ -267,10 +296,12 @@ mod tests {
 
     use super::*;
     use crate::host::cpu_list;
+    use crate::{RamLayout, ZoneSpec};
 
     const MPOL_INTERLEAVE: libc::c_int = 3;
     const MPOL_WEIGHTED_INTERLEAVE: libc::c_int = 6;
     const GIB: u64 = 1 << 30;
+    const MIB: u64 = 1 << 20;
     const SMALL: PageKind =
         PageKind { page_bytes: 4096, is_hugetlb: false, is_shared: true, is_there: false };
     const HUGE: PageKind = PageKind { page_bytes: GIB, is_hugetlb: true, ..SMALL };
@@ -369,6 +400,57 @@ mod tests {
         assert_eq!(deal(HUGE, 4), [1, 0, 1, 0], "none has room: as the kernel finds some");
         assert_eq!(deal(SMALL, 6), [1, 1, 1, 1, 0, 1], "and so on, to the last");
         assert_eq!(deal(SMALL, 3), [0, 1, 0], "none has room");
+    }
+
+    /// A bound zone of 16 MiB in two regions, of which so much is populated.
+    fn bound(shared: bool, populated: u64) -> (crate::GuestRam, u64) {
+        let zone = ZoneSpec { shared, thp: false, ..ZoneSpec::new("a", 16 * MIB) };
+        let zones = vec![ZoneSpec { host_numa_node: Some(0), ..zone }];
+        let layout = RamLayout {
+            hole_start: 8 * MIB,
+            hole_end: 32 * MIB,
+            end: 1 << 40,
+            ..RamLayout::default()
+        };
+        let ram = crate::GuestRam::new(&crate::RamConfig { zones }, layout).unwrap();
+        let mut left = populated;
+        for region in ram.regions() {
+            let part = left.min(region.len_bytes());
+            if part > 0 {
+                region.fill(&(0..part)).unwrap();
+            }
+            left -= part;
+        }
+        let demands = demands(ram.regions());
+        assert!(demands.iter().all(|demand| (demand.class, demand.node) == (0, Some(0))));
+        let bytes = demands.iter().map(|demand| demand.bytes).sum();
+        (ram, bytes)
+    }
+
+    #[test]
+    fn bound_memory_that_has_its_pages_takes_no_room_again() {
+        for shared in [true, false] {
+            for populated in [0, 2 * MIB, 8 * MIB, 12 * MIB, 16 * MIB] {
+                let (_ram, bytes) = bound(shared, populated);
+                assert_eq!(bytes, 16 * MIB - populated, "shared {shared}: {populated} are there");
+            }
+        }
+        // After a reboot the host's free memory is less by it, and its node's room by nothing more.
+        let root = tempfile::tempdir().unwrap();
+        let host = topology(root.path());
+        for node in [0, 1] {
+            let text = format!("Node {node} MemTotal: 65536 kB\nNode {node} MemFree: 20480 kB\n");
+            write(root.path(), &format!("sys/devices/system/node/node{node}/meminfo"), &text);
+        }
+        let room = |populated| {
+            let (ram, _) = bound(true, populated);
+            let mut homes = Homes::by(&host, &policy(libc::MPOL_DEFAULT, &[]), &ALL);
+            homes.look_for_room(&host, &demands(ram.regions()));
+            homes.0[0].room[0].free_bytes
+        };
+        let before = room(0);
+        assert_eq!(room(16 * MIB), before + 16 * MIB);
+        assert_eq!(room(4 * MIB), before + 4 * MIB);
     }
 
     #[test]

@@ -91,6 +91,16 @@ impl RamRegion {
         Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
     }
 
+    /// How much of private memory is populated, as the page tables say; nothing where they do not.
+    pub(crate) fn private_bytes(&self) -> u64 {
+        if self.kind() != ZoneKind::PrivateAnonymous || self.pagemap.is_none() {
+            return 0;
+        }
+        let usable = self.usable_runs();
+        let runs = usable.iter().flat_map(|run| self.ask_populated(run).unwrap_or_default());
+        runs.map(|run| run.end - run.start).sum()
+    }
+
     pub(super) fn note_populated(&self, range: Range<u64>) {
         let runs = self.ask_populated(&range).unwrap_or_else(|_| vec![range]);
         for run in runs {
