@@ -9,6 +9,8 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use memory::CpuSet;
+
 /// Converts a return value of -1 to the error of the last system call.
 pub(crate) fn check(value: libc::c_int) -> io::Result<libc::c_int> {
     if value < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
@@ -187,45 +189,9 @@ pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     Ok((master, slave, format!("/dev/pts/{number}")))
 }
 
-/// Sets the CPU affinity of the calling thread. CPUs beyond the kernel's limit are an error.
+/// Sets the CPU affinity of the calling thread. CPUs that no host has are an error.
 pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
-    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    let limit = usize::try_from(libc::CPU_SETSIZE).unwrap_or(0);
-    for &cpu in cpus {
-        if cpu >= limit {
-            return Err(io::Error::from(io::ErrorKind::InvalidInput));
-        }
-        // SAFETY: `cpu` is below CPU_SETSIZE, so the bit is inside the set.
-        unsafe { libc::CPU_SET(cpu, &mut set) };
-    }
-    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
-    check(unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) })?;
-    Ok(())
-}
-
-/// A CPU set as the kernel represents it: a bit for each CPU, in words.
-type CpuWords = Vec<libc::c_ulong>;
-
-/// Words of a set for 1024 CPUs; and of the largest that is tried, for 65536, which is beyond Linux's
-/// maximum.
-const CPU_WORDS: usize = 1024 / libc::c_ulong::BITS as usize;
-const CPU_WORDS_MAX: usize = 64 * CPU_WORDS;
-
-/// Has `get` fill a CPU set; `get` fails with `EINVAL` if the set is smaller than the kernel's.
-fn get_cpus(get: impl Fn(&mut CpuWords) -> io::Result<()>) -> io::Result<CpuWords> {
-    let mut cpus = vec![0; CPU_WORDS];
-    loop {
-        match get(&mut cpus) {
-            Ok(()) => return Ok(cpus),
-            Err(error)
-                if error.raw_os_error() == Some(libc::EINVAL) && cpus.len() < CPU_WORDS_MAX =>
-            {
-                cpus.resize(cpus.len() * 2, 0);
-            }
-            Err(error) => return Err(error),
-        }
-    }
+    CpuSet::of(cpus)?.bind(0)
 }
 
 /// Resets the CPU affinity of the calling thread to that of the process's first thread; a new thread
@@ -233,16 +199,7 @@ fn get_cpus(get: impl Fn(&mut CpuWords) -> io::Result<()>) -> io::Result<CpuWord
 pub(crate) fn unbind_thread() -> io::Result<()> {
     // SAFETY: takes nothing and cannot fail.
     let process = unsafe { libc::getpid() };
-    let cpus = get_cpus(|cpus| {
-        let len_bytes = size_of_val(cpus.as_slice());
-        // SAFETY: the kernel writes words of a set of any size, at most `len_bytes`, which are there.
-        check(unsafe { libc::sched_getaffinity(process, len_bytes, cpus.as_mut_ptr().cast()) })
-            .map(drop)
-    })?;
-    let len_bytes = size_of_val(cpus.as_slice());
-    // SAFETY: pid 0 is the calling thread; the kernel reads at most `len_bytes`, which are there.
-    check(unsafe { libc::sched_setaffinity(0, len_bytes, cpus.as_ptr().cast()) })?;
-    Ok(())
+    CpuSet::of_thread(process)?.bind(0)
 }
 
 /// Fills a buffer with random bytes from the kernel.
@@ -277,20 +234,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_of_cpus_grow_to_what_the_host_has() {
-        let of_host = |words: usize| {
-            get_cpus(|cpus| match cpus.get_mut(words - 1) {
-                Some(last) => {
-                    *last = 1;
-                    Ok(())
-                }
-                None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
-            })
-        };
-        for words in [1, CPU_WORDS, CPU_WORDS + 1, CPU_WORDS_MAX] {
-            assert_eq!(of_host(words).unwrap()[words - 1], 1);
-        }
-        assert_eq!(of_host(CPU_WORDS_MAX + 1).unwrap_err().raw_os_error(), Some(libc::EINVAL));
-        unbind_thread().unwrap();
+    fn a_thread_is_bound_to_cpus_of_any_number_that_the_host_has() {
+        std::thread::spawn(|| {
+            let all = CpuSet::of_thread(0).unwrap();
+            let last = *all.cpus().last().unwrap();
+            bind_thread(&[last, 8191]).unwrap();
+            assert_eq!(CpuSet::of_thread(0).unwrap().cpus(), [last]);
+            let refused = bind_thread(&[usize::MAX]).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
+            unbind_thread().unwrap();
+            assert_eq!(CpuSet::of_thread(0).unwrap(), all);
+        })
+        .join()
+        .unwrap();
     }
 }

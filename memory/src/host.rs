@@ -8,6 +8,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::cpu_set::CPUS_MAX;
+
 /// The host's `/sys` and `/proc`; other directories in tests only.
 #[derive(Debug, Clone)]
 pub struct Host {
@@ -152,14 +154,13 @@ pub(crate) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Parses a list like `0-3,8`. Invalid parts are skipped, as are CPUs beyond an affinity mask.
+/// Parses a list like `0-3,8`. Invalid parts are skipped, as are CPUs that no host has.
 pub(crate) fn cpu_list(text: &str) -> Vec<usize> {
-    const MAX_CPUS: usize = 8 * size_of::<libc::cpu_set_t>();
     let part = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let first: usize = first.parse().ok()?;
         let last: usize = last.parse().ok()?;
-        (first <= last && last < MAX_CPUS).then_some(first..=last)
+        (first <= last && last < CPUS_MAX).then_some(first..=last)
     };
     text.trim().split(',').filter_map(part).flatten().collect()
 }
@@ -241,7 +242,7 @@ mod tests {
         fn odd_texts_are_harmless(text in "[0-9,\\-\\[\\] a-z:kB\n]{0,60}") {
             let _ = selected(&text);
             let _ = meminfo_bytes(&text, "a");
-            prop_assert!(cpu_list(&text).into_iter().all(|cpu| cpu < 1024));
+            prop_assert!(cpu_list(&text).into_iter().all(|cpu| cpu < CPUS_MAX));
         }
     }
 
@@ -249,6 +250,10 @@ mod tests {
     fn cpu_lists_are_ranges_and_numbers() {
         assert_eq!(cpu_list("0-2,5\n"), [0, 1, 2, 5]);
         assert_eq!(cpu_list("\n"), Vec::<usize>::new());
+        assert_eq!(cpu_list("1023-1025,8191\n"), [1023, 1024, 1025, 8191]);
+        assert_eq!(cpu_list("0-8191").len(), 8192);
+        assert_eq!(cpu_list(&format!("3,{}", CPUS_MAX - 1)), [3, CPUS_MAX - 1]);
+        assert_eq!(cpu_list(&format!("3,{CPUS_MAX}")), [3]);
         assert_eq!(cpu_list("0-99999999999"), Vec::<usize>::new());
     }
 }

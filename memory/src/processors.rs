@@ -9,6 +9,7 @@
 use std::num::NonZeroUsize;
 use std::thread;
 
+use crate::cpu_set::CpuSet;
 use crate::host::Host;
 
 /// Upper limit of threads, requested or not; hosts with more CPUs are rare, and memory limits them first.
@@ -39,44 +40,9 @@ fn cpus_of(of_node: &[usize], allowed: &[usize]) -> Vec<usize> {
     if both.is_empty() { allowed.to_vec() } else { both }
 }
 
-/// CPUs that the kernel can have on x86-64 (`NR_CPUS_RANGE_END`). It fills no set that is smaller than the number of
-/// CPUs that the host could have, and the set of the C library has room for 1024.
-const CPUS_MAX: usize = 8192;
-const WORD_BITS: usize = libc::c_ulong::BITS as usize;
-
-/// A set of CPUs as the kernel represents it: a bit for each, in words.
-struct CpuSet([libc::c_ulong; CPUS_MAX / WORD_BITS]);
-
-impl CpuSet {
-    /// Of these, as far as the kernel can have them.
-    fn of(cpus: &[usize]) -> Self {
-        let mut set = Self([0; CPUS_MAX / WORD_BITS]);
-        for cpu in cpus {
-            if let Some(word) = set.0.get_mut(cpu / WORD_BITS) {
-                *word |= 1 << (cpu % WORD_BITS);
-            }
-        }
-        set
-    }
-
-    fn cpus(&self) -> Vec<usize> {
-        let is_set = |cpu: &usize| {
-            self.0.get(cpu / WORD_BITS).is_some_and(|word| word >> (cpu % WORD_BITS) & 1 == 1)
-        };
-        (0..CPUS_MAX).filter(is_set).collect()
-    }
-}
-
 /// The CPUs that the calling thread may use; none if the kernel does not say.
 pub fn allowed_cpus() -> Vec<usize> {
-    let mut set = CpuSet::of(&[]);
-    let len_bytes = size_of_val(&set.0);
-    // SAFETY: the kernel writes words of a set of any size, at most `len_bytes`, which are there; 0 is the calling
-    // thread.
-    if unsafe { libc::sched_getaffinity(0, len_bytes, set.0.as_mut_ptr().cast()) } != 0 {
-        return Vec::new();
-    }
-    set.cpus()
+    CpuSet::of_thread(0).map(|set| set.cpus()).unwrap_or_default()
 }
 
 /// Threads that join small pages into huge ones beside a running guest; beyond it they wait for each other in the
@@ -140,11 +106,7 @@ fn move_to(cpus: &[usize]) {
     if cpus.is_empty() {
         return;
     }
-    let set = CpuSet::of(cpus);
-    // SAFETY: the kernel reads the words of the set, which outlives the call; 0 is the calling thread.
-    let result = unsafe { libc::sched_setaffinity(0, size_of_val(&set.0), set.0.as_ptr().cast()) };
-    if result != 0 {
-        let error = std::io::Error::last_os_error();
+    if let Err(error) = CpuSet::of(cpus).and_then(|set| set.bind(0)) {
         log::debug!("could not run on CPUs of the memory's NUMA node: {error}");
     }
 }
@@ -191,13 +153,6 @@ mod tests {
         assert_eq!(cpus_of(&[0, 1, 2, 3], &[2, 3, 8]), [2, 3]);
         assert_eq!(cpus_of(&[0, 1], &[8, 9]), [8, 9], "another node's are better than none");
         assert_eq!(cpus_of(&[], &[8, 9]), [8, 9], "a node that is not known");
-    }
-
-    #[test]
-    fn a_set_has_room_for_all_cpus_of_the_largest_host() {
-        let cpus = [0, 63, 64, 1023, 1024, 1500, CPUS_MAX - 1];
-        assert_eq!(CpuSet::of(&cpus).cpus(), cpus);
-        assert_eq!(CpuSet::of(&[CPUS_MAX, usize::MAX, 7]).cpus(), [7]);
     }
 
     /// A thread with one CPU of those that this process has.

@@ -52,4 +52,5 @@ mod json_text;
 mod testing;
 
 pub use control::{RunError, run};
+pub use memory::CpuSet;
 pub use options::{ExitReason, VmmOptions};

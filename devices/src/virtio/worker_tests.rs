@@ -89,15 +89,7 @@ fn started(seen: &Seen, times: u32) {
 
 /// CPUs on which the calling thread may run.
 fn own_cpus() -> Vec<usize> {
-    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
-    let result = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
-    assert_eq!(result, 0);
-    // SAFETY: the numbers are below the size of the set.
-    (0..8 * size_of::<libc::cpu_set_t>())
-        .filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) })
-        .collect()
+    memory::CpuSet::of_thread(0).unwrap().cpus()
 }
 
 /// Work that tells what it finds when it starts, and breaks then if it is to.

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
+use vmm::CpuSet;
 use vmm::api::successor::NOTIFY_SOCKET;
 
 use super::process::child_has_ended;
@@ -97,7 +98,7 @@ struct Given {
     namespaces: Vec<OwnedFd>,
     user: Option<User>,
     limits: Vec<(libc::__rlimit_resource_t, libc::rlimit)>,
-    processors: Option<libc::cpu_set_t>,
+    processors: Option<CpuSet>,
     nice: i32,
     /// What the kernel adds to its score when memory is short, as text.
     oom_score: Vec<u8>,
@@ -300,14 +301,6 @@ fn limits(pid: i32) -> Vec<(libc::__rlimit_resource_t, libc::rlimit)> {
     (0..LIMITS).filter_map(limit).collect()
 }
 
-fn processors(pid: i32) -> Option<libc::cpu_set_t> {
-    // SAFETY: all zero is a valid set of processors.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: writes at most the size that is given into the set, which lives during the call.
-    let done = unsafe { libc::sched_getaffinity(pid, size_of_val(&set), &raw mut set) };
-    (done == 0).then_some(set)
-}
-
 fn nice(pid: i32) -> i32 {
     // SAFETY: takes numbers only. An error is told apart from a value of -1 by nothing that matters here.
     unsafe { libc::getpriority(libc::PRIO_PROCESS, pid.cast_unsigned()) }
@@ -348,7 +341,8 @@ impl Given {
                 }
             }
             if let Some(set) = &self.processors {
-                libc::sched_setaffinity(0, size_of_val(set), &raw const *set);
+                // Where it may run on none of them it stays where it is.
+                let _ = set.bind(0);
             }
             libc::setpriority(libc::PRIO_PROCESS, 0, self.nice);
             for namespace in &self.namespaces {
@@ -407,7 +401,7 @@ impl Surroundings {
             namespaces: namespaces(pid)?,
             user: theirs,
             limits: limits(pid),
-            processors: processors(pid),
+            processors: CpuSet::of_thread(pid).ok(),
             nice: nice(pid),
             oom_score: read(pid, "oom_score_adj").unwrap_or_default(),
             directory: directory.and_then(|path| CString::new(path.as_os_str().as_bytes()).ok()),

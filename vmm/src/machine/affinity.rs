@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use arch::cpuid::CpuTopology;
+use memory::CpuSet;
 
 use crate::config::VmConfig;
 
@@ -27,20 +28,6 @@ pub fn affinity_setter(
 }
 
 fn bind_to(cpus: &[u32]) -> std::io::Result<()> {
-    // SAFETY: the set is a plain array of bits, and all zeroes is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    for cpu in cpus {
-        let cpu = usize::try_from(*cpu).unwrap_or(usize::MAX);
-        if cpu >= 8 * size_of::<libc::cpu_set_t>() {
-            return Err(std::io::Error::other(format!("host CPU {cpu} does not exist")));
-        }
-        // SAFETY: `cpu` is a bit inside the set, checked above.
-        unsafe { libc::CPU_SET(cpu, &mut set) };
-    }
-    // SAFETY: the kernel reads the set, which lives across the call.
-    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } == 0 {
-        Ok(())
-    } else {
-        Err(std::io::Error::last_os_error())
-    }
+    let number = |cpu: &u32| usize::try_from(*cpu).unwrap_or(usize::MAX);
+    CpuSet::of(&cpus.iter().map(number).collect::<Vec<_>>())?.bind(0)
 }

@@ -5,8 +5,8 @@
 //! Owns how many threads and descriptors a VM takes at least, and with some room. Both are estimates: what is refused for
 //! certain is below the lower one.
 
+use memory::CpuSet;
 use rustix::process::{Resource, getrlimit};
-use rustix::thread::sched_getaffinity;
 
 use super::definitions as of;
 use super::finding::Finding;
@@ -63,7 +63,8 @@ impl LimitFacts {
             };
             ancestors(path).into_iter().filter_map(of_group).min_by_key(|(bytes, _)| *bytes)
         });
-        let cpus = sched_getaffinity(None).map_or(1, |set| set.count());
+        let cpus = CpuSet::of_thread(0)
+            .map_or(1, |set| u32::try_from(set.cpus().len()).unwrap_or(u32::MAX));
         Self {
             cpus,
             // The VMM raises its limit to the hard one.
