@@ -18,6 +18,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("cpu_baseline::a_guest_keeps_it_wherever_it_goes", kept);
     suite.add("cpu_baseline::a_host_below_it_is_refused_by_name", below);
     suite.add("cpu_baseline::one_that_arrives_finds_what_it_was_shown", arrives_below);
+    suite.add("cpu_baseline::one_that_arrived_at_a_weaker_host_boots_again", weaker);
     suite.add("cpu_baseline::what_is_none_is_named", rubbish);
 }
 
@@ -213,6 +214,43 @@ fn arrives_below() {
     }
     let error = refused(with_bit(&report["cpu"], bit, true));
     assert!(error.contains("below the CPU baseline") && error.contains(name), "{error}");
+}
+
+/// A guest whose baseline does not tell of a weakness that this host has: it does not boot here, but goes on if it has booted
+/// elsewhere, and boots again.
+fn weaker() {
+    /// Bits of `IA32_ARCH_CAPABILITIES` that name weaknesses: RSBA and RRSBA.
+    const WEAKNESSES: u64 = 1 << 2 | 1 << 19;
+    let folder = TempDir::with_prefix("godwit-baseline-").expect("a folder");
+    let report = own_report();
+    let mut untold = report["cpu"].clone();
+    let rows = untold["msrs"].as_array_mut().expect("registers");
+    let row = rows.iter_mut().find(|row| row["index"] == "0x10a");
+    let here = row.as_deref().map_or(0, |row| number(&row["value"]));
+    if here & WEAKNESSES == 0 {
+        skip(format!("this host has no weakness that guests are told of ({here:#x})"));
+    }
+    if let Some(row) = row {
+        row["value"] = json!(format!("{:#x}", here & !WEAKNESSES));
+    }
+    let (code, output) = guest(&file(&folder, "untold.json", &untold)).bare().run();
+    assert_eq!(code, 1, "{output}");
+    assert!(output.contains("which the baseline does not tell of"), "{output}");
+    let vmm = guest(&file(&folder, "own.json", &report["cpu"])).start();
+    vmm.wait_for_heartbeat();
+    let (saved, url) = snapshot::place();
+    snapshot::save(&vmm, &url);
+    drop(vmm);
+    snapshot::change(saved.path(), "config", |config| config["cpus"]["baseline"] = untold);
+    let arrived = Vmm::empty();
+    arrived.remote_ok(&["restore", &format!("source_url={url}")]);
+    arrived.remote_ok(&["resume"]);
+    arrived.wait_for_heartbeat();
+    arrived.remote_ok(&["reboot"]);
+    arrived.wait_for_heartbeat();
+    let output = arrived.output();
+    assert!(output.contains("of which the VM's CPU baseline does not tell"), "{output}");
+    arrived.shut_down();
 }
 
 fn rubbish() {
