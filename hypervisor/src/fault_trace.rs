@@ -315,7 +315,7 @@ fn program(paging: Paging, process: &Process, noted: &Noted) -> Vec<Insn> {
     ]);
     let mut note = Vec::new();
     if let Some(slots) = &noted.slots {
-        // The slot of the thread: it has it, or takes it if nobody has.
+        // The slot of the thread: it has it, or takes it if no other has.
         note.extend([
             Insn::load32(Reg(1), FRAME, THREAD),
             Insn::copy(Reg(2), Reg(1)),

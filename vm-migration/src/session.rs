@@ -124,7 +124,7 @@ impl Session {
     }
 
     /// Lets those end that wait for something to do, but for so many of this name. The end of the set waits for them.
-    pub(crate) fn let_go(&mut self, name: &str, but: usize) {
+    pub(crate) fn dismiss(&mut self, name: &str, but: usize) {
         let mut stay = but;
         self.parked.retain(|parked| {
             let goes = parked.name == name && stay == 0;
@@ -365,7 +365,7 @@ mod tests {
         for name in ["one", "other", "one", "one"] {
             session.park(name, Urgency::Now).unwrap();
         }
-        session.let_go("one", 1);
+        session.dismiss("one", 1);
         let names: Vec<_> = session.parked.iter().map(|parked| parked.name).collect();
         assert_eq!(names, ["one", "other"]);
         drop(session);

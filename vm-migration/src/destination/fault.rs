@@ -12,7 +12,7 @@
 //! are read, so that one of the two sends the request.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use page_bitmap::change_then_look;
@@ -44,6 +44,10 @@ const READY: &str = "preparing to receive pages";
 pub(super) const URGENT: &str = "mig-urgent";
 pub(super) const PAGES: &str = "mig-pages";
 pub(super) const FAULTS: &str = "mig-faults";
+
+/// The one that looks after the machine while its state is restored, which need not be any faster than others.
+pub(super) const LOOK: &str = "mig-look";
+pub(super) const LOOK_URGENCY: Urgency = Urgency::Later { vcpus: 0, threads: 1 };
 
 /// Threads that were started before the guest was stopped, and wait until it is.
 pub(crate) struct ParkedThreads {
@@ -202,10 +206,10 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     }
 
     /// The guest runs: threads that got nothing to do end.
-    pub(super) fn let_parked_go(&mut self) {
-        self.session.let_go(URGENT, 0);
-        self.session.let_go(PAGES, 0);
-        self.readers.let_go(FAULTS, 0);
+    pub(super) fn dismiss_parked(&mut self) {
+        self.session.dismiss(URGENT, 0);
+        self.session.dismiss(PAGES, 0);
+        self.readers.dismiss(FAULTS, 0);
     }
 
     /// Starts the receivers of a set of connections, and makes the readers and vCPUs send requests on it.
@@ -276,6 +280,30 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
             move |(engine, fate, left)| left.read(engine, fate),
             move |failure| receiver_failed(&engine, &fate, failure),
         )
+    }
+
+    /// Does `work`, and has a thread that waits for this look again and again meanwhile: the guest is stopped. Returns
+    /// what that thread has found as well.
+    pub(super) fn looked_after<T, F: Default + Send + 'static>(
+        &mut self,
+        mut look: impl FnMut(&mut F) + Send + 'static,
+        work: impl FnOnce() -> T,
+    ) -> Result<(F, T), Failure> {
+        let (working, ended) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let looks = move |found: &mut F| {
+            while ended.recv_timeout(LOOK_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
+                look(found);
+            }
+            // It is waited for.
+            let _ = tell.send(std::mem::take(found));
+            Ok(())
+        };
+        // It cannot fail.
+        self.readers.spawn(LOOK, LOOK_URGENCY, F::default(), looks, drop)?;
+        let done = work();
+        drop(working);
+        Ok((told.recv().unwrap_or_default(), done))
     }
 
     /// Ends the set of connections; the readers continue. A receiver, or a vCPU that reads, first finishes the pages

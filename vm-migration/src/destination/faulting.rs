@@ -84,7 +84,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     /// Begins the phase; it ends in [`wait`](Self::wait).
     pub(crate) fn begin(&mut self) {
         self.began = Instant::now();
-        self.threads.let_parked_go();
+        self.threads.dismiss_parked();
         self.threads.engine.progress().begin_long(Phase::Fault);
     }
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::check::Checks;
-use super::fault::{FAULTS, PAGES, ParkedThreads, URGENT};
+use super::fault::{FAULTS, LOOK, LOOK_URGENCY, PAGES, ParkedThreads, URGENT};
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, PhaseFailure, late_reconnects};
@@ -301,6 +301,7 @@ fn start_threads(
         let parked = faults.park(FAULTS, Urgency::Now);
         parked.map_err(Cause::Threads).step(STEP)?;
     }
+    faults.park(LOOK, LOOK_URGENCY).map_err(Cause::Threads).step(STEP)?;
     let parked = needs.park(most)?;
     if parked.most != most {
         if !common.contains(FEATURE_FEWER_CONNECTIONS) {

@@ -133,7 +133,7 @@ pub(crate) struct HasState<V: DestinationVm> {
     /// `None` with plain version 0.
     pub agreed: Option<Agreed>,
     pub faults: Option<FaultThreads<V::Memory>>,
-    /// Threads of a postcopy that was not needed. Nobody waits for their end before the guest runs.
+    /// Threads of a postcopy that was not needed. They end after the guest runs.
     pub parked: Option<ParkedThreads>,
 }
 

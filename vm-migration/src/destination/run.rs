@@ -8,6 +8,7 @@
 //! nowhere else. A version 0 source does not send Confirm: its commit is the answer to Complete, and the guest
 //! may run once the source's host has acknowledged the bytes of that answer.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::doubt::{Doubt, Resolution};
@@ -23,7 +24,6 @@ use crate::commit::destination::{DoubtOutcome, NotHere, NotStarted, Owned, Promi
 use crate::error::{Cause, Failure, GuestLocation, Step};
 use crate::figures::Figures;
 use crate::latency::micros;
-use crate::poll_thread::poll_while;
 use crate::progress::Phase;
 use crate::protocol::message::{Answer, Message, bounded_reason};
 use crate::transport::TransportError;
@@ -140,13 +140,13 @@ impl<V: DestinationVm> HasState<V> {
     fn apply_state(&mut self, context: Context<'_>) -> Result<(), Failure> {
         const STEP: &str = "restoring the guest's state";
         let state = std::mem::take(&mut self.state);
-        let Some(faults) = &self.faults else {
+        let Some(faults) = &mut self.faults else {
             return self.vm.apply_state(&state).map_err(Cause::Vm).step(STEP);
         };
-        let (engine, after) = (&faults.engine, faults.rejoin.stall);
-        let mut ended = None;
+        let (engine, after) = (Arc::clone(&faults.engine), faults.rejoin.stall);
+        let cancel = context.cancel.clone();
         let mut lets_go = false;
-        let look = || {
+        let look = move |ended: &mut Option<Failure>| {
             // The engine has ended, here or elsewhere. The host may have refused to release all waiters
             // then.
             if engine.failed().is_cancelled() && !lets_go {
@@ -156,25 +156,22 @@ impl<V: DestinationVm> HasState<V> {
                 return;
             }
             let cause = || -> Option<Cause> {
-                if context.cancel.is_cancelled() {
+                if cancel.is_cancelled() {
                     return Some(Cause::Cancelled);
                 }
                 let what = "waiting for a requested page";
                 let stalls = engine.longest_wait() > after;
                 stalls.then(|| TransportError::Timeout { what, after }.into())
             };
-            ended = cause().map(|cause| Failure::new(STEP, cause));
+            *ended = cause().map(|cause| Failure::new(STEP, cause));
             if ended.is_some() {
                 // No reason of its own: the caller reports the one for this.
                 engine.fail(Failure::new(STEP, Cause::Cancelled));
             }
         };
         let vm = &mut self.vm;
-        let applied = poll_while(look, || vm.apply_state(&state));
-        match ended {
-            Some(failure) => Err(failure),
-            None => applied.map_err(Cause::Resource).step(STEP)?.map_err(Cause::Vm).step(STEP),
-        }
+        let (ended, applied) = faults.looked_after(look, || vm.apply_state(&state))?;
+        ended.map_or_else(|| applied.map_err(Cause::Vm).step(STEP), Err)
     }
 
     /// Ends the time in which a cancel counts: only one that was requested before the acknowledgement

@@ -322,8 +322,8 @@ pub(crate) fn agree<V: SourceVm>(
     };
     let counts = accepted_connections(wanted, token.as_ref(), context);
     if let Some(serving) = &mut serving {
-        serving.let_go(BULK, counts.0.into());
-        serving.let_go(URGENT, counts.1.into());
+        serving.dismiss(BULK, counts.0.into());
+        serving.dismiss(URGENT, counts.1.into());
     }
     let token = token.map(|(_, accepted)| accepted.token);
     let (memory, urgent) = open_further(control, token.as_ref(), counts, context)?;

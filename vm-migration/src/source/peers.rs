@@ -17,7 +17,7 @@ pub(crate) struct Peers {
     /// Further ones for memory, to another program.
     further: Vec<Channel>,
     is_other: bool,
-    /// Threads that were to serve pages, whose end nobody waits for before the guest runs again.
+    /// Threads that were to serve pages, which are waited for after the guest runs again.
     serving: Option<Session>,
 }
 

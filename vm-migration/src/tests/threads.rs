@@ -129,7 +129,7 @@ fn a_guest_moves_on_as_many_connections_as_there_are_threads_for() {
     for mode in [MemoryMode::Postcopy, MemoryMode::Auto] {
         for own_faults in [false, true] {
             // For all but these a process has 32 that are left for others, the destination one for each vCPU besides.
-            for (there, here) in [(35, MANY), (MANY, 45), (36, 46), (1, 6)] {
+            for (there, here) in [(35, MANY), (MANY, 46), (36, 47), (1, 7)] {
                 let outcome = run((there, here), own_faults, |options| options.memory_mode = mode);
                 outcome.source.unwrap();
                 outcome.destination.unwrap();
@@ -144,7 +144,7 @@ fn a_process_that_may_start_no_thread_refuses_while_the_guest_runs() {
         return;
     }
     for mode in [MemoryMode::Postcopy, MemoryMode::Auto] {
-        for (there, here) in [(0, MANY), (MANY, 5), (MANY, 0)] {
+        for (there, here) in [(0, MANY), (MANY, 6), (MANY, 0)] {
             let outcome = run((there, here), false, |options| options.memory_mode = mode);
             let failure = *outcome.source.unwrap_err();
             let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
