@@ -79,13 +79,19 @@ impl Opening<'_> {
                 None
             }
         };
+        #[cfg(test)]
+        let limit = crate::threads::ThreadLimit::of_caller();
         let mut started = 0;
         let channels: Vec<Channel> = std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(roles.len());
             for role in roles {
+                #[cfg(test)]
+                if limit.as_ref().is_some_and(|limit| limit.begin().is_err()) {
+                    break;
+                }
                 let builder =
                     stoppable_thread::Builder::new("mig-connect").stack_bytes(STACK_BYTES);
-                match may_start().and_then(|()| builder.spawn_scoped(scope, || open(*role))) {
+                match builder.spawn_scoped(scope, || open(*role)) {
                     Ok(thread) => threads.push(thread),
                     // A later round has the others.
                     Err(_) => break,
@@ -107,7 +113,10 @@ impl Opening<'_> {
                 .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
-        has_ended(started);
+        #[cfg(test)]
+        if let Some(limit) = limit {
+            limit.end(started);
+        }
         if let ([role, ..], 0) = (roles, started) {
             return Ok(vec![self.one(*role, self.cancel)?]);
         }
@@ -128,25 +137,5 @@ impl Opening<'_> {
         let Limits { connect, answer, .. } = *self.limits;
         let connection = self.beside.connect_extra(self.to, stop, connect, answer)?;
         Channel::introduce(connection, role, self.token, answer)
-    }
-}
-
-#[cfg(not(test))]
-fn may_start() -> std::io::Result<()> {
-    Ok(())
-}
-
-#[cfg(not(test))]
-fn has_ended(_: usize) {}
-
-#[cfg(test)]
-fn may_start() -> std::io::Result<()> {
-    crate::threads::ThreadLimit::of_caller().map_or(Ok(()), |limit| limit.begin())
-}
-
-#[cfg(test)]
-fn has_ended(threads: usize) {
-    if let Some(limit) = crate::threads::ThreadLimit::of_caller() {
-        limit.end(threads);
     }
 }

@@ -176,7 +176,10 @@ mod tests {
     use super::*;
     use crate::testing::Calls;
 
-    fn park(limit: usize, most: Option<u16>) -> Result<((u16, u16), Option<u16>, usize), Failure> {
+    /// Connections for memory and requests, how many there may be, and how many threads wait.
+    type There = ((u16, u16), Option<u16>, usize);
+
+    fn park(limit: usize, most: Option<u16>) -> Result<There, Failure> {
         let limit = ThreadLimit::set(limit, &Calls::default());
         let urgency = Urgency::Now;
         let needs = Needs {

@@ -60,12 +60,22 @@ pub(super) fn threads_with_room(
     Ok((parked.counts, Some(parked.session)))
 }
 
-/// As many of these as the destination takes.
+/// As many of these as the destination takes; threads for others end.
 pub(super) fn accepted_connections(
-    (bulk, urgent): (u16, u16),
+    wanted: (u16, u16),
     token: Option<&Taken>,
+    serving: Option<&mut Session>,
     context: Context<'_>,
 ) -> (u16, u16) {
+    let counts = accepted(wanted, token, context);
+    if let Some(serving) = serving {
+        serving.dismiss(BULK, counts.0.into());
+        serving.dismiss(URGENT, counts.1.into());
+    }
+    counts
+}
+
+fn accepted((bulk, urgent): (u16, u16), token: Option<&Taken>, context: Context<'_>) -> (u16, u16) {
     let takes_many = |(features, _): &Taken| features.contains(FEATURE_MANY_URGENT);
     let urgent = if token.is_some_and(takes_many) { urgent } else { for_any(urgent) };
     let offered = (bulk, urgent);

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use super::counts::{accepted_connections, connections_with_room, for_any, threads_with_room};
 use super::send_stream::Record;
-use super::serve::{BULK, URGENT};
 use super::verdict::VerdictSender;
 use super::{Connected, Context, PhaseFailure};
 use crate::borders::Borders;
@@ -292,18 +291,7 @@ pub(crate) fn agree<V: SourceVm>(
     let terms = match &token {
         None => Terms::Plain { other },
         Some((features, accepted)) => {
-            let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
-            let layout = Layout::new(prepared.regions)
-                .map_err(ProtocolError::from)
-                .step("reading its memory layout")?;
-            memory
-                .layout()
-                .same_for_guest(&layout)
-                .map_err(ProtocolError::from)
-                .step("comparing memory layouts")?;
-            if context.options.mode().may_postcopy() {
-                runs::check_fits(&layout).step("comparing memory layouts")?;
-            }
+            let layout = compare_layouts(&**memory, &answer.payload, context)?;
             Terms::Negotiated {
                 zero_pages: features.contains(FEATURE_ZERO_PAGES),
                 early_memory: features.contains(FEATURE_EARLY_MEMORY),
@@ -320,11 +308,7 @@ pub(crate) fn agree<V: SourceVm>(
             }
         }
     };
-    let counts = accepted_connections(wanted, token.as_ref(), context);
-    if let Some(serving) = &mut serving {
-        serving.dismiss(BULK, counts.0.into());
-        serving.dismiss(URGENT, counts.1.into());
-    }
+    let counts = accepted_connections(wanted, token.as_ref(), serving.as_mut(), context);
     let token = token.map(|(_, accepted)| accepted.token);
     let (memory, urgent) = open_further(control, token.as_ref(), counts, context)?;
     let page_server = vm.page_server().map_err(Cause::Vm).step("starting the page server")?;
@@ -345,6 +329,27 @@ pub(crate) fn agree<V: SourceVm>(
         blobs,
         serving,
     })
+}
+
+/// The destination's memory layout, which has to be the same for the guest.
+fn compare_layouts(
+    memory: &impl GuestMemoryMap,
+    prepared: &[u8],
+    context: Context<'_>,
+) -> Result<Layout, Failure> {
+    let prepared = Prepared::parse(prepared).step("reading its memory layout")?;
+    let layout = Layout::new(prepared.regions)
+        .map_err(ProtocolError::from)
+        .step("reading its memory layout")?;
+    memory
+        .layout()
+        .same_for_guest(&layout)
+        .map_err(ProtocolError::from)
+        .step("comparing memory layouts")?;
+    if context.options.mode().may_postcopy() {
+        runs::check_fits(&layout).step("comparing memory layouts")?;
+    }
+    Ok(layout)
 }
 
 /// Opens the connections for memory and those for requested pages.
