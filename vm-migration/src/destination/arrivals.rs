@@ -265,7 +265,9 @@ impl Pending {
             Expect::Role if self.begins => HEADER_BYTES,
             Expect::RoleAndToken if begins(&self.said) => HEADER_BYTES,
             Expect::RoleAndToken if Role::read(&mut &self.said[..]).is_ok() => 2 + TOKEN_BYTES,
-            Expect::RoleAndToken if self.is_message() => HEADER_BYTES + self.payload_len(),
+            Expect::Role | Expect::RoleAndToken if self.is_message() => {
+                HEADER_BYTES + self.payload_len()
+            }
             Expect::Role | Expect::RoleAndToken => 2,
             Expect::Message => HEADER_BYTES + self.payload_len(),
         }
@@ -453,6 +455,18 @@ mod tests {
                 let message = Message::read(&mut channel.reader).unwrap();
                 assert_eq!(message, Message::Memory(Vec::new()));
             }
+        }
+    }
+
+    #[test]
+    fn one_that_only_checks_is_heard_whatever_is_expected() {
+        for expect in [Expect::Message, Expect::Role, Expect::RoleAndToken] {
+            let (listener, at) = listen();
+            let mut arrivals = Arrivals::new(expect, Duration::from_secs(20));
+            let mut source = TcpStream::connect(&at).unwrap();
+            source.write_all(&Message::Check.encode()).unwrap();
+            let hellos = next(&mut arrivals, &listener);
+            assert!(matches!(&hellos[..], [Hello::Message(Message::Check, _)]), "{hellos:?}");
         }
     }
 

@@ -16,6 +16,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::arrivals::{Arrivals, Expect, Hello};
+use super::refusals;
 use super::rejoin::{HELLO_TIMEOUT, Rejoin};
 use crate::cancel::Cancel;
 use crate::protocol::capabilities::TOKEN_BYTES;
@@ -169,7 +170,9 @@ fn answer_all(listener: &Listener, ended: &[EndedMigration], stop: &Cancel) -> b
         for hello in arrivals.take(listener, stop) {
             let (answer, channel) = match hello {
                 Hello::Message(message, channel) => (reply(&message, ended), channel),
-                Hello::Extra(_, _, channel) | Hello::Other(channel) => (Err(NOTHING), channel),
+                Hello::Extra(_, _, channel) | Hello::Other(channel) => {
+                    (Err(refusals::NOTHING_AWAITED), channel)
+                }
             };
             let answer = answer.map_or_else(
                 |reason| {
@@ -192,9 +195,6 @@ fn collide(one: &Address, other: &Address) -> bool {
     }
 }
 
-/// The answer to a connection for which no migration waits.
-const NOTHING: &str = "a migration to here is over, and nothing is awaited";
-
 /// True for the ID of a migration that ended here and is still answered for.
 pub(super) fn is_past(ended: &[EndedMigration], id: &[u8; TOKEN_BYTES]) -> bool {
     ended.iter().any(|migration| migration.id == *id && migration.lasts())
@@ -212,7 +212,7 @@ pub(super) fn reply(message: &Message, ended: &[EndedMigration]) -> Result<(), &
             Err("no VM waits for pages from another host here; recover where the VM runs")
         }
         Message::Verdict { .. } => Err("no VM here is in doubt about that migration"),
-        _ => Err(NOTHING),
+        _ => Err(refusals::NOTHING_AWAITED),
     }
 }
 

@@ -13,7 +13,7 @@ pub(crate) const NEEDS_TLS: &str =
 pub(crate) const ANOTHER_ARRIVES: &str =
     "another VM is on its way to here; nothing else is received meanwhile";
 
-/// While pages of a VM that runs here are elsewhere, and the connection to them is lost.
+/// While pages of a VM that runs here are elsewhere.
 pub(crate) const PAGES_TO_COME: &str =
     "a VM is here already, and pages of it are still to come from where it was";
 
@@ -21,7 +21,10 @@ pub(crate) const PAGES_TO_COME: &str =
 pub(crate) const IN_DOUBT: &str = "a VM has arrived here, and it is not known yet whether it runs where it was; nothing else \
                                    is received";
 
+/// After a migration, while its source may still come back to ask how it ended.
+pub(crate) const NOTHING_AWAITED: &str = "a migration to here is over, and nothing is awaited";
+
 /// True for the refusals that a migration would meet as a check of it does.
 pub(crate) fn is_of_any_migration(reason: &str) -> bool {
-    [NEEDS_TLS, ANOTHER_ARRIVES, PAGES_TO_COME, IN_DOUBT].contains(&reason)
+    [NEEDS_TLS, ANOTHER_ARRIVES, PAGES_TO_COME, IN_DOUBT, NOTHING_AWAITED].contains(&reason)
 }

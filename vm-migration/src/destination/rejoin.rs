@@ -226,6 +226,10 @@ impl Rejoin {
                     Hello::Extra(Role::Fault, shown, channel) if shown == token => {
                         (&mut urgent, urgent_count, channel)
                     }
+                    Hello::Message(Message::Start { .. } | Message::Check, channel) => {
+                        arrivals.refuse(channel, refusals::PAGES_TO_COME);
+                        continue;
+                    }
                     Hello::Extra(_, _, channel)
                     | Hello::Message(_, channel)
                     | Hello::Other(channel) => {
