@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
@@ -248,11 +248,16 @@ fn what_trickles_in_has_a_total_time() {
 #[test]
 fn who_takes_a_little_now_and_then_has_a_total_time() {
     use std::io::Read as _;
-    let (ours, mut theirs) = narrow(Duration::from_millis(300));
+    // Below the slowest that is allowed, and kept to: it is no stall when this thread wakes late.
+    const BYTES_PER_S: u32 = 40 << 10;
+    let (ours, mut theirs) = narrow(Duration::from_secs(1));
     let end = std::thread::spawn(move || {
         let mut some = [0; 64];
-        while theirs.read(&mut some).is_ok_and(|len| len > 0) {
-            std::thread::sleep(Duration::from_millis(2));
+        let (began, mut taken) = (Instant::now(), 0);
+        while let Ok(len @ 1..) = theirs.read(&mut some) {
+            taken += u32::try_from(len).unwrap();
+            let due = began + Duration::from_secs(1) * taken / BYTES_PER_S;
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
         }
     });
     let error = ours.send(&vec![0; 4 << 20]).unwrap_err();
