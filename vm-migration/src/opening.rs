@@ -26,6 +26,9 @@ const AT_ONCE_MAX: usize = 2 * CONNECTIONS_MAX as usize;
 /// Stack of a thread that opens a connection: small, because there may be [`AT_ONCE_MAX`] of them for a moment.
 const STACK_BYTES: usize = 256 << 10;
 
+/// The name of such a thread.
+const CONNECT: &str = "mig-connect";
+
 /// Destination, token and limits of a set of connections that is being opened.
 #[derive(Clone, Copy)]
 pub(crate) struct Opening<'a> {
@@ -86,11 +89,10 @@ impl Opening<'_> {
             let mut threads = Vec::with_capacity(roles.len());
             for role in roles {
                 #[cfg(test)]
-                if limit.as_ref().is_some_and(|limit| limit.begin().is_err()) {
+                if limit.as_ref().is_some_and(|limit| limit.begin(CONNECT).is_err()) {
                     break;
                 }
-                let builder =
-                    stoppable_thread::Builder::new("mig-connect").stack_bytes(STACK_BYTES);
+                let builder = stoppable_thread::Builder::new(CONNECT).stack_bytes(STACK_BYTES);
                 match builder.spawn_scoped(scope, || open(*role)) {
                     Ok(thread) => threads.push(thread),
                     // A later round has the others.

@@ -160,13 +160,13 @@ impl Session {
 
     fn start(
         &mut self,
-        name: &str,
+        name: &'static str,
         urgency: Urgency,
         body: impl FnOnce() + Send + 'static,
     ) -> io::Result<()> {
         #[cfg(test)]
         if let Some(limit) = &self.limit {
-            limit.begin()?;
+            limit.begin(name)?;
         }
         let stop = self.fate.stop.clone();
         let builder = Builder::new(name);

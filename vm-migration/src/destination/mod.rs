@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | `mod` | the order of the phases, and the one exit for failures |
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
+//! | `parking` | threads of a postcopy, tried and started before the guest is stopped |
 //! | `check` | answers what a migration would fail with, while a source is awaited |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
@@ -52,6 +53,7 @@ mod inbox;
 mod late_reconnects;
 mod negotiate;
 mod own;
+mod parking;
 mod preparing;
 mod receive;
 pub(crate) mod refusals;

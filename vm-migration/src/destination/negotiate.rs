@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::check::Checks;
-use super::fault::{FAULTS, LOOK, LOOK_URGENCY, PAGES, ParkedThreads, URGENT};
+use super::parking::{Planned, plan};
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, PhaseFailure, late_reconnects};
@@ -25,7 +25,7 @@ use crate::descriptors;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::Layout;
-use crate::options::{CONNECTIONS_MAX, MemoryMode, ReceiveOptions, URGENT_CONNECTIONS_MAX};
+use crate::options::{MemoryMode, ReceiveOptions};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_FEWER_CONNECTIONS, FEATURE_POSTCOPY, Offer,
@@ -35,8 +35,6 @@ use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::session::{Session, Urgency};
-use crate::threads::Needs;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
@@ -142,11 +140,13 @@ impl Connected {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
         let first = std::mem::replace(&mut self.first, Message::Complete);
-        let (terms, parked) = agree(first, control, context.options, builder.formats())?;
+        let (terms, planned) = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let told = terms.tells_of_mapping();
         let mapped = control.busy(told, || builder.map_memory(&config, given, terms.memory_mode()));
         let mapped = mapped.map_err(Cause::Vm).step(STEP)?;
+        // From here on this thread is as confined as the machine's process is to be.
+        let parked = planned.as_ref().map(Planned::park).transpose()?;
         let memory = mapped.memory();
         if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
             memory.use_small_pages(true);
@@ -201,7 +201,7 @@ fn agree(
     control: &mut Channel,
     options: &ReceiveOptions,
     known: Formats,
-) -> Result<(Terms, Option<ParkedThreads>), Failure> {
+) -> Result<(Terms, Option<Planned>), Failure> {
     const STEP: &str = "negotiating";
     let offer = match first {
         Message::Start { version: VERSION, offer } => offer,
@@ -232,8 +232,7 @@ fn agree(
     let common = common(&ours, &offer.features);
     let offered = (offer.bulk_connections, offer.urgent_connections());
     let connections_max = limit_connections(&mut offer, &common);
-    let (connections_max, parked) =
-        start_threads(&mut offer, offered, connections_max, &common, options)?;
+    let (connections_max, planned) = plan(&mut offer, offered, connections_max, &common, options)?;
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
     let promise_ms = Some(millis(options.limits.rejoin));
     let software = software();
@@ -241,7 +240,7 @@ fn agree(
     let accepted = Accepted { software, features, token, promise_ms, formats, connections_max };
     let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
     control.connection.send(&answer.encode()).step(STEP)?;
-    Ok((Terms::Negotiated { offer, token }, parked))
+    Ok((Terms::Negotiated { offer, token }, planned))
 }
 
 /// Leaves as many further connections in the offer as this process has descriptors for; returns how many that are at the
@@ -262,61 +261,13 @@ fn limit_connections(offer: &mut Offer, common: &BTreeSet<String>) -> Option<u16
     Some(room)
 }
 
-fn leave(offer: &mut Offer, counts: (u16, u16)) {
+pub(super) fn leave(offer: &mut Offer, counts: (u16, u16)) {
     (offer.bulk_connections, offer.urgent_connections) = counts;
     offer.many_urgent_connections = None;
 }
 
-/// Starts the threads for a postcopy with so many connections, of which there may be `most`: when the guest has stopped
-/// none has to be started, or could be refused. If the process may start fewer, there are fewer connections; returns how
-/// many at the most. Where vCPUs turn out to read on connections of their own, some of the threads get nothing to do.
-fn start_threads(
-    offer: &mut Offer,
-    offered: (u16, u16),
-    most: Option<u16>,
-    common: &BTreeSet<String>,
-    options: &ReceiveOptions,
-) -> Result<(Option<u16>, Option<ParkedThreads>), Failure> {
-    const STEP: &str = "starting the threads of the connections";
-    let (bulk, urgent) = offered;
-    if !offer.memory_mode.may_postcopy() {
-        return Ok((most, None));
-    }
-    if bulk > CONNECTIONS_MAX || urgent > URGENT_CONNECTIONS_MAX {
-        // The source will not be let open so many.
-        return Ok((most, None));
-    }
-    let readers = fault_readers(urgent, options);
-    let vcpus = offer.vcpus.unwrap_or(urgent.into());
-    let needs = Needs {
-        wanted: offered,
-        mode: offer.memory_mode,
-        bulk: (PAGES, Urgency::Later { vcpus, threads: bulk.into() }),
-        urgent: (URGENT, Urgency::Now),
-        // As for descriptors: one for each vCPU.
-        besides: usize::from(urgent),
-    };
-    let mut faults = Session::new()?;
-    for _ in 0..readers {
-        let parked = faults.park(FAULTS, Urgency::Now);
-        parked.map_err(Cause::Threads).step(STEP)?;
-    }
-    faults.park(LOOK, LOOK_URGENCY).map_err(Cause::Threads).step(STEP)?;
-    let parked = needs.park(most)?;
-    if parked.most != most {
-        if !common.contains(FEATURE_FEWER_CONNECTIONS) {
-            let what =
-                "this process may not start a thread for each connection of the source".to_owned();
-            let remedy = "raise RLIMIT_NPROC or pids.max of its cgroup, or use fewer connections";
-            return Err(Cause::Unsupported { what, remedy }).step(STEP);
-        }
-        leave(offer, parked.counts);
-    }
-    Ok((parked.most, Some(ParkedThreads { set: parked.session, readers: faults })))
-}
-
 /// How many threads read faults from userfaultfd.
-fn fault_readers(urgent_connections: u16, options: &ReceiveOptions) -> usize {
+pub(super) fn fault_readers(urgent_connections: u16, options: &ReceiveOptions) -> usize {
     options.fault_readers.unwrap_or(usize::from(urgent_connections.clamp(1, READERS_MAX)))
 }
 

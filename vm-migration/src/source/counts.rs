@@ -7,13 +7,13 @@
 
 use super::Context;
 use super::negotiate::Taken;
-use super::serve::{BULK, URGENT, bulk_urgency};
+use super::serve::{BULK, URGENT, vcpus_beside};
 use crate::channel::Channel;
 use crate::descriptors;
 use crate::error::Failure;
 use crate::options::{CONNECTIONS_MAX, MemoryMode, SendOptions, URGENT_CONNECTIONS_SHARED};
 use crate::protocol::capabilities::{FEATURE_FEWER_CONNECTIONS, FEATURE_MANY_URGENT};
-use crate::session::{Session, Urgency};
+use crate::session::Session;
 use crate::threads::Needs;
 
 /// Numbers of extra connections: precopy also uses the first connection for memory.
@@ -54,10 +54,20 @@ pub(super) fn threads_with_room(
         return Ok((wanted, None));
     }
     let vcpus = context.options.vcpus.unwrap_or(0);
-    let bulk = (BULK, bulk_urgency(&control.connection, vcpus, wanted.0));
-    let needs = Needs { wanted, mode, bulk, urgent: (URGENT, Urgency::Now), besides: 0 };
-    let parked = needs.park(None)?;
-    Ok((parked.counts, Some(parked.session)))
+    // In rounds a thread sends on each connection for memory and on the first one, beside those that wait.
+    let senders = usize::from(mode == MemoryMode::Auto);
+    let needs = Needs {
+        wanted,
+        mode,
+        bulk: BULK,
+        urgent: URGENT,
+        vcpus: vcpus_beside(&control.connection, vcpus),
+        besides: senders,
+        beside_bulk: senders,
+    };
+    let (session, room) = needs.park(None)?;
+    room.say_fewer();
+    Ok((room.counts, Some(session)))
 }
 
 /// As many of these as the destination takes; threads for others end.
@@ -85,4 +95,49 @@ fn accepted((bulk, urgent): (u16, u16), token: Option<&Taken>, context: Context<
     let Some(most) = most else { return offered };
     let why = "the destination has no room for more";
     descriptors::fewer_telling(offered, most, context.options.mode(), why)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cancel::Cancel;
+    use crate::phase::Side;
+    use crate::progress::Progress;
+    use crate::testing::Calls;
+    use crate::threads::ThreadLimit;
+    use crate::transport::Connection;
+
+    #[test]
+    fn the_senders_of_the_rounds_have_room_beside_the_threads_that_wait() {
+        // Left for all else.
+        const OTHERS: usize = 128;
+        let counts = |mode, threads| {
+            let cancel = Cancel::new().unwrap();
+            let (ours, _theirs) = UnixStream::pair().unwrap();
+            let connection = Connection::over(ours, &cancel, Duration::from_secs(60)).unwrap();
+            let mut options = SendOptions::new("unix:nowhere".parse().unwrap());
+            options.memory_mode = mode;
+            let progress = Arc::new(Progress::new(Side::Source));
+            let context = Context { options: &options, progress: &progress, cancel: &cancel };
+            let limit = ThreadLimit::set(threads, &Calls::default());
+            let parked = threads_with_room((6, 5), &Channel::new(connection), context);
+            ThreadLimit::lift();
+            let (counts, serving) = parked.unwrap();
+            let waiting = limit.there();
+            drop(serving);
+            (counts, waiting)
+        };
+        assert_eq!(counts(MemoryMode::Postcopy, OTHERS + 11), ((6, 5), 11));
+        assert_eq!(counts(MemoryMode::Postcopy, OTHERS + 10), ((5, 5), 10));
+        // One sends on the first connection.
+        assert_eq!(counts(MemoryMode::Auto, OTHERS + 11 + 7), ((6, 5), 11));
+        assert_eq!(counts(MemoryMode::Auto, OTHERS + 11 + 6), ((5, 5), 10));
+        assert_eq!(counts(MemoryMode::Precopy, 0), ((6, 5), 0));
+    }
 }

@@ -94,7 +94,7 @@ fn run(
 }
 
 fn threads(calls: &[&'static str]) -> usize {
-    calls.iter().filter(|call| **call == "thread").count()
+    calls.iter().filter(|call| call.starts_with("mig-")).count()
 }
 
 #[test]
@@ -128,8 +128,8 @@ fn a_guest_moves_on_as_many_connections_as_there_are_threads_for() {
     }
     for mode in [MemoryMode::Postcopy, MemoryMode::Auto] {
         for own_faults in [false, true] {
-            // For all but these a process has 32 that are left for others, the destination one for each vCPU besides.
-            for (there, here) in [(35, MANY), (MANY, 46), (36, 47), (1, 7)] {
+            // For all but these a process has 128 that are left for others, the destination one for each vCPU besides.
+            for (there, here) in [(131, MANY), (MANY, 142), (132, 143), (1, 7)] {
                 let outcome = run((there, here), own_faults, |options| options.memory_mode = mode);
                 outcome.source.unwrap();
                 outcome.destination.unwrap();
@@ -159,6 +159,26 @@ fn a_process_that_may_start_no_thread_refuses_while_the_guest_runs() {
                 "{error:?}"
             );
         }
+    }
+}
+
+#[test]
+fn the_threads_that_stay_at_the_destination_start_after_it_has_mapped_memory() {
+    if !have_uffd() {
+        return;
+    }
+    for mode in [MemoryMode::Postcopy, MemoryMode::Auto] {
+        let Outcome { source, destination, calls } = run((MANY, MANY), false, |options| {
+            options.memory_mode = mode;
+        });
+        source.unwrap();
+        destination.unwrap();
+        let map = calls.iter().position(|call| *call == "map").unwrap();
+        let after = |name| calls[map..].iter().filter(|call| **call == name).count();
+        // None of the source is of these kinds, but for those of requests, which it started before.
+        let names = ["mig-faults", "mig-look", "mig-pages", "mig-urgent"];
+        assert_eq!(names.map(after), [5, 1, 6, 5], "{mode:?}: {calls:?}");
+        assert!(calls[..map].contains(&"mig-pages"), "they are tried before: {calls:?}");
     }
 }
 

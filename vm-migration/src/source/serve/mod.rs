@@ -54,7 +54,7 @@ use crate::vm::SourceVm;
 pub(crate) use reconnect::Reconnect;
 pub use relay::serve_for_another;
 pub(crate) use threads::{
-    BULK, Gate, URGENT, await_requests, bulk_urgency, serve_bulk, serve_urgent,
+    BULK, Gate, URGENT, await_requests, serve_bulk, serve_urgent, vcpus_beside,
 };
 
 use pages::HINT_NONE;

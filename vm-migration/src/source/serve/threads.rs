@@ -32,11 +32,10 @@ const GIVE_WAY_MAX: Duration = Duration::from_micros(50);
 pub(crate) const URGENT: &str = "mig-urgent";
 pub(crate) const BULK: &str = "mig-bulk";
 
-/// The urgency of one of so many threads of the background.
-pub(crate) fn bulk_urgency(connection: &Connection, vcpus: u32, threads: u16) -> Urgency {
-    // The guest's vCPUs have stopped when they work. Where they run then they compete only if that is this host.
-    let vcpus = if connection.stays_on_this_host() { vcpus } else { 0 };
-    Urgency::Later { vcpus, threads: threads.into() }
+/// How many of the guest's vCPUs run on this host when the threads of the background work: they have stopped at the source
+/// then, and where they run they compete only if that is this host.
+pub(crate) fn vcpus_beside(connection: &Connection, vcpus: u32) -> u32 {
+    if connection.stays_on_this_host() { vcpus } else { 0 }
 }
 
 /// What is served, once the guest has stopped.
@@ -111,7 +110,7 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
     session: &mut Session,
     channels: Vec<Channel>,
 ) -> Result<(), Failure> {
-    let threads = u16::try_from(channels.len()).unwrap_or(u16::MAX);
+    let threads = u32::try_from(channels.len()).unwrap_or(u32::MAX);
     for channel in channels {
         channel.connection.keep_queue_short().step("preparing to push pages")?;
         let push = |server: &Server<M>, channel: &mut Channel, stop: &Cancel| {
@@ -121,7 +120,8 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
             answer_requests(server, channel, stop)
         };
         let vcpus = server.progress.counters.guest_vcpus.load(Ordering::Relaxed);
-        let urgency = bulk_urgency(&channel.connection, vcpus, threads);
+        let vcpus = vcpus_beside(&channel.connection, vcpus);
+        let urgency = Urgency::Later { vcpus, threads };
         start(server, session, channel, BULK, urgency, push)?;
     }
     Ok(())
