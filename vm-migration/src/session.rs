@@ -40,12 +40,20 @@ pub(crate) struct SessionState {
 impl SessionState {
     /// Notes a failure and ends the set.
     pub(crate) fn fail(&self, failure: Failure) {
+        self.fails_with(failure);
+    }
+
+    /// The same; true if it is the first.
+    pub(crate) fn fails_with(&self, failure: Failure) -> bool {
         // Errors that follow from the stop are not its cause.
+        let mut is_first = false;
         if !matches!(failure.cause, Cause::Cancelled) {
             let mut first = self.failure.lock();
+            is_first = first.is_none();
             first.get_or_insert(failure);
         }
         self.stop.cancel();
+        is_first
     }
 
     pub(crate) fn stop(&self) -> &Cancel {

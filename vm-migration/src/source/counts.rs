@@ -120,7 +120,7 @@ mod tests {
         let counts = |mode, threads| {
             let cancel = Cancel::new().unwrap();
             let (ours, _theirs) = UnixStream::pair().unwrap();
-            let connection = Connection::over(ours, &cancel, Duration::from_secs(60)).unwrap();
+            let connection = Connection::over(ours, &cancel, Duration::from_mins(1)).unwrap();
             let mut options = SendOptions::new("unix:nowhere".parse().unwrap());
             options.memory_mode = mode;
             let progress = Arc::new(Progress::new(Side::Source));

@@ -256,6 +256,9 @@ impl<V: SourceVm> Negotiated<V> {
         machine_is_built: bool,
         context: Context<'_>,
     ) -> Result<Rounds, Failure> {
+        if let Some(lost) = self.links.lost_for_requests() {
+            return Err(lost);
+        }
         log::info!("precopy ends: the rest of memory is sent by postcopy");
         if !machine_is_built {
             self.await_machine(Instant::now(), || (), context)?;
@@ -545,4 +548,47 @@ impl<'a> ConvergenceController<'a> {
 
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::cancel::Cancel;
+    use crate::options::SendOptions;
+    use crate::phase::Side;
+    use crate::progress::Progress;
+    use crate::source::serve::tests::{awaited, loss};
+    use crate::testing::{FakeMemory, FakeVm, Guest};
+    use crate::transport::{Connection, TransportError};
+
+    #[test]
+    fn nothing_is_done_for_a_postcopy_whose_requests_have_lost_their_connection() {
+        let cancel = Cancel::new().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let limit = Duration::from_mins(1);
+        let [ours, theirs] =
+            [ours, theirs].map(|end| Connection::over(end, &cancel, limit).unwrap());
+        let memory =
+            FakeMemory::new(&[(0, 16)], crate::layout::Backing::Shared, PAGE_BYTES).unwrap();
+        let guest = Guest::new(&memory, 1);
+        let (links, gate, requests) = awaited();
+        drop(requests);
+        loss(&links);
+        let vm = FakeVm::new(&memory, &guest);
+        let calls = vm.calls();
+        let control = Channel::new(ours);
+        let mut negotiated = Negotiated { vm, memory, control, links, gate };
+        let log = negotiated.start_log().unwrap();
+        let options = SendOptions::new("unix:nowhere".parse().unwrap());
+        let progress = Arc::new(Progress::new(Side::Source));
+        let context = Context { options: &options, progress: &progress, cancel: &cancel };
+        let failure = negotiated.switch(&log, None, true, context).err().unwrap();
+        assert!(matches!(failure.cause, Cause::Transport(TransportError::Closed)), "{failure:?}");
+        assert!(!calls.lock().contains(&"prepare_stop"), "{calls:?}");
+        assert!(!theirs.has_data_now().unwrap(), "the destination is asked for nothing");
+    }
 }

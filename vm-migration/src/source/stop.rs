@@ -44,6 +44,9 @@ impl<V: SourceVm> Copied<V> {
         {
             return Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure));
         }
+        if !matches!(remaining, RemainingMemory::Later(..)) {
+            gate.stay_shut();
+        }
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,

@@ -24,7 +24,7 @@ mod pages;
 mod reconnect;
 mod relay;
 #[cfg(all(test, not(loom)))]
-mod tests;
+pub(super) mod tests;
 mod threads;
 
 use std::os::fd::AsRawFd;

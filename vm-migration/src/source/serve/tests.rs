@@ -246,7 +246,7 @@ fn a_request_has_a_total_time() {
 }
 
 /// A connection on which a thread waits for requests while the guest runs, and the destination's end.
-fn awaited() -> (Links, Gate<FakeMemory>, Connection) {
+pub(crate) fn awaited() -> (Links, Gate<FakeMemory>, Connection) {
     let never = Cancel::new().unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let [ours, theirs] = [ours, theirs].map(|end| Connection::over(end, &never, LONG).unwrap());
@@ -268,7 +268,7 @@ fn awaited() -> (Links, Gate<FakeMemory>, Connection) {
 }
 
 /// Why the requests of `links` cannot be served, once that is known.
-fn loss(links: &Links) -> Cause {
+pub(crate) fn loss(links: &Links) -> Cause {
     let never = Cancel::new().unwrap();
     let lost = [links.serving.as_ref().unwrap().fate().stop().fd()];
     assert_eq!(wait_readable(&lost, &never, Some(LONG)).unwrap(), WaitEnd::Ready(0));

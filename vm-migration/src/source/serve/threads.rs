@@ -20,7 +20,7 @@ use crate::error::{Cause, Failure, Step};
 use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
-use crate::session::{Session, Urgency};
+use crate::session::{Session, SessionState, Urgency};
 use crate::source::negotiate::Links;
 use crate::transport::{Connection, wait_readable};
 
@@ -38,14 +38,22 @@ pub(crate) fn vcpus_beside(connection: &Connection, vcpus: u32) -> u32 {
     if connection.stays_on_this_host() { vcpus } else { 0 }
 }
 
-/// What is served, once the guest has stopped.
-pub(crate) struct Gate<M>(Arc<OnceLock<Arc<Server<M>>>>);
+/// What is served, once the guest has stopped: nothing if all of memory goes before.
+type Behind<M> = OnceLock<Option<Arc<Server<M>>>>;
+
+/// What is behind it is served, once the guest has stopped.
+pub(crate) struct Gate<M>(Arc<Behind<M>>);
 
 impl<M> Gate<M> {
     /// From now on threads that wait for requests answer them, and need not be woken for that.
     pub(crate) fn open(&self, server: &Arc<Server<M>>) {
         // There is one stop.
-        let _ = self.0.set(Arc::clone(server));
+        let _ = self.0.set(Some(Arc::clone(server)));
+    }
+
+    /// There will be no requests: a connection for them may end.
+    pub(crate) fn stay_shut(&self) {
+        let _ = self.0.set(None);
     }
 }
 
@@ -59,17 +67,28 @@ pub(crate) fn await_requests<M: GuestMemoryMap>(links: &mut Links) -> Result<Gat
         if sends_pieces {
             keep_queue_short(&channel)?;
         }
-        start(&gate, session, channel, URGENT, Urgency::Now, |gate, channel, stop| {
+        let serve = |gate: &Behind<M>, channel: &mut Channel, stop: &Cancel| {
             let server = await_first_request(gate, channel)?;
             answer_requests(&server, channel, stop)
-        })?;
+        };
+        let behind = Arc::clone(&gate);
+        let fail = move |fate: &SessionState, failure: Failure| {
+            let why = failure.for_peer();
+            if fate.fails_with(failure) && behind.get().is_none() {
+                // Before the switch to postcopy this has no other effect.
+                log::warn!(
+                    "a connection for requested pages is lost, so there can be no postcopy: {why}"
+                );
+            }
+        };
+        start((&gate, channel), session, (URGENT, Urgency::Now), serve, fail)?;
     }
     Ok(Gate(gate))
 }
 
 /// Waits until there is a request, and for what.
 fn await_first_request<M>(
-    gate: &OnceLock<Arc<Server<M>>>,
+    gate: &Behind<M>,
     channel: &mut Channel,
 ) -> Result<Arc<Server<M>>, Failure> {
     const STEP: &str = "waiting for page requests";
@@ -77,7 +96,7 @@ fn await_first_request<M>(
         channel.connection.wait_for_data(None).step(STEP)?;
     }
     // It is there before the destination is told that it may ask.
-    if let Some(server) = gate.get() {
+    if let Some(Some(server)) = gate.get() {
         return Ok(Arc::clone(server));
     }
     let got = channel.timed(Message::read).step(STEP)?.command().name();
@@ -99,7 +118,8 @@ pub(crate) fn serve_urgent<M: GuestMemoryMap>(
         if server.sends_pieces() {
             keep_queue_short(&channel)?;
         }
-        start(server, session, channel, URGENT, Urgency::Now, answer_requests)?;
+        let (part, kind) = ((server, channel), (URGENT, Urgency::Now));
+        start(part, session, kind, answer_requests, SessionState::fail)?;
     }
     Ok(())
 }
@@ -122,19 +142,18 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
         let vcpus = server.progress.counters.guest_vcpus.load(Ordering::Relaxed);
         let vcpus = vcpus_beside(&channel.connection, vcpus);
         let urgency = Urgency::Later { vcpus, threads };
-        start(server, session, channel, BULK, urgency, push)?;
+        start((server, channel), session, (BULK, urgency), push, SessionState::fail)?;
     }
     Ok(())
 }
 
 /// `serves` is what it serves, or will.
 fn start<S: Send + Sync + 'static>(
-    serves: &Arc<S>,
+    (serves, channel): (&Arc<S>, Channel),
     session: &mut Session,
-    channel: Channel,
-    name: &'static str,
-    urgency: Urgency,
+    (name, urgency): (&'static str, Urgency),
     work: impl FnOnce(&S, &mut Channel, &Cancel) -> Result<(), Failure> + Send + 'static,
+    fail: impl FnOnce(&SessionState, Failure) + Send + 'static,
 ) -> Result<(), Failure> {
     let fate = Arc::clone(session.fate());
     let stop = fate.stop().clone();
@@ -144,7 +163,7 @@ fn start<S: Send + Sync + 'static>(
         urgency,
         (Arc::clone(serves), channel),
         move |(serves, channel)| work(serves, channel, &stop),
-        move |failure| fate.fail(failure),
+        move |failure| fail(&fate, failure),
     )
 }
 
