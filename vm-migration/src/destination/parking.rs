@@ -17,7 +17,7 @@ use crate::session::{Session, Urgency};
 use crate::threads::{Needs, TRIED, patiently};
 
 /// Most vCPUs for whose threads room is left: their number is the source's word.
-const VCPUS_MAX: u32 = 1024;
+const VCPUS_COUNTED_MAX: u32 = 1024;
 
 /// Threads for which there is room, and that are to be started.
 pub(super) struct Planned {
@@ -53,7 +53,7 @@ pub(super) fn plan(
         bulk: PAGES,
         urgent: URGENT,
         vcpus,
-        besides: usize::try_from(vcpus.min(VCPUS_MAX)).unwrap_or(0).max(urgent.into()),
+        besides: usize::try_from(vcpus.min(VCPUS_COUNTED_MAX)).unwrap_or(0).max(urgent.into()),
         // While rounds arrive a thread receives on each connection for memory, beside those that wait.
         beside_bulk: usize::from(offer.memory_mode == MemoryMode::Auto),
     };
