@@ -51,6 +51,14 @@ pub enum VfioError {
         /// The driver that it is bound to.
         driver: String,
     },
+    /// The device was left to a call that does not return.
+    #[error(
+        "the device at {path} hangs in a call of an earlier migration: it can be opened again once that call has returned"
+    )]
+    Left {
+        /// Path of the device.
+        path: PathBuf,
+    },
     /// The VFIO container cannot be opened.
     #[error(
         "cannot use VFIO: the modules vfio-pci and vfio_iommu_type1 have to be loaded, and \

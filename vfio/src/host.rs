@@ -112,4 +112,6 @@ pub trait HostFunction: MigrationPort {
     /// Tells whether the guest uses the function: if so, it is not reset for the sake of others on its bus. May wait for such a
     /// reset.
     fn set_in_use(&self, _is_used: bool) {}
+    /// Tells that it is left to a call into the kernel that does not return: it must not be opened again until it is closed.
+    fn note_left(&self) {}
 }

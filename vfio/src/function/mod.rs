@@ -251,4 +251,11 @@ impl HostFunction for VfioFunction {
             lease.set_in_use(is_used);
         }
     }
+
+    fn note_left(&self) {
+        // A node of iommufd is bound once, and says so to the next one.
+        if let Attachment::Group(lease) = &self.attachment {
+            lease.note_left();
+        }
+    }
 }

@@ -14,7 +14,7 @@
 mod tests;
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
@@ -31,6 +31,9 @@ use crate::sysfs::{SysfsFunction, group_of};
 
 /// How long a vCPU waits at most for the reset of a bus: as long as for a device that is opened.
 pub(crate) const USE_WAIT: Duration = Duration::from_secs(5);
+
+/// Why a device that is left to a call is not touched.
+const HANGS: &str = "which hangs in a call of an earlier migration";
 
 /// Digits of a segment's number that are left where the kernel describes a reset: `vfio_pci_dependent_device` has 16 bits.
 const SEGMENT_DIGITS: usize = 4;
@@ -146,6 +149,9 @@ struct Uses {
     claimed: BTreeMap<Affected, usize>,
     /// How many leases each device has.
     open: BTreeMap<Affected, usize>,
+    /// Devices that hang in a call, until they are closed. The kernel lets one be opened again, and reset, and either would
+    /// wait for the call.
+    left: BTreeSet<Affected>,
 }
 
 impl Uses {
@@ -223,6 +229,10 @@ impl Groups {
     }
 
     fn lease(self: &Arc<Self>, function: &SysfsFunction, device: &str) -> Result<Lease, VfioError> {
+        let device = Affected::new(device, &function.group);
+        if self.uses.lock().left.contains(&device) {
+            return Err(VfioError::Left { path: function.path.clone() });
+        }
         let slot = self.slot(&function.group);
         let mut state = slot.0.lock();
         let file = self.file_of(&mut state, function)?;
@@ -241,7 +251,6 @@ impl Groups {
         state.devices += 1;
         drop(state);
         self.expected.lock().remove(&function.group);
-        let device = Affected::new(device, &function.group);
         if self.note_open(&device) {
             log::warn!(
                 "passed-through device {} is still open for a guest that has ended, and may keep its bus from being reset",
@@ -274,8 +283,8 @@ impl Groups {
         file: Arc<OwnedFd>,
         device: Option<Affected>,
     ) -> Lease {
-        let is_used = AtomicBool::new(false);
-        Lease { groups: Arc::clone(self), slot, file: Some(file), device, is_used }
+        let (is_used, is_left) = (AtomicBool::new(false), AtomicBool::new(false));
+        Lease { groups: Arc::clone(self), slot, file: Some(file), device, is_used, is_left }
     }
 
     fn slot(&self, group: &str) -> Arc<Slot> {
@@ -416,6 +425,9 @@ impl Groups {
         }
         let others: Vec<_> = affected.iter().filter(|function| *function != own).cloned().collect();
         let mut uses = self.uses.lock();
+        if let Some(left) = others.iter().find(|function| uses.left.contains(*function)) {
+            return Err(format!("that resets {}, too, {HANGS}", left.name));
+        }
         if let Some(used) = others.iter().find(|function| uses.in_use.contains_key(*function)) {
             let name = &used.name;
             let why = if uses.is_left_over(used) {
@@ -463,9 +475,19 @@ pub struct Lease {
     device: Option<Affected>,
     /// The guest uses it. Changed with `uses` locked.
     is_used: AtomicBool,
+    /// The device hangs. Changed with `uses` locked.
+    is_left: AtomicBool,
 }
 
 impl Lease {
+    /// Notes that the device hangs in a call: no other lease of it is given until this one is dropped.
+    pub fn note_left(&self) {
+        let Some(device) = &self.device else { return };
+        let mut uses = self.groups.uses.lock();
+        self.is_left.store(true, Ordering::Relaxed);
+        uses.left.insert(device.clone());
+    }
+
     fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(|file| file.as_fd())
     }
@@ -496,7 +518,11 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.set_in_use(false);
         if let Some(device) = &self.device {
-            uncount(&mut self.groups.uses.lock().open, device);
+            let mut uses = self.groups.uses.lock();
+            uncount(&mut uses.open, device);
+            if self.is_left.load(Ordering::Relaxed) {
+                uses.left.remove(device);
+            }
         }
         let mut state = self.slot.0.lock();
         self.file = None;

@@ -503,3 +503,21 @@ fn the_guest_begins_to_use_no_function_of_a_bus_that_is_reset() {
     assert!(told.recv_timeout(PATIENCE).unwrap());
     drop(user.join().unwrap());
 }
+
+#[test]
+fn a_device_that_hangs_is_not_opened_again_and_its_bus_not_reset_before_it_is_closed() {
+    let (fake, groups) = groups(Fake::default());
+    let (one, left) = (opened(&groups, "one", "5"), opened(&groups, "0000:e1:00.0", "5"));
+    let bus = [affected("one", "5"), affected("0000:e1:00.0", "5")];
+    left.note_left();
+    fake.calls();
+    let error = groups.open(&function("0000:e1:00.0", "5")).err().unwrap();
+    assert!(matches!(error, VfioError::Left { .. }), "{error}");
+    assert!(fake.calls().is_empty(), "the kernel would let it be opened");
+    let why = groups.claim(one.device().unwrap(), &bus).err().unwrap();
+    assert!(why.contains("0000:e1:00.0, too, which hangs"), "{why}");
+    drop(opened(&groups, "two", "5"));
+    drop(left);
+    assert!(groups.claim(one.device().unwrap(), &bus).is_ok());
+    drop(opened(&groups, "0000:e1:00.0", "5"));
+}
