@@ -79,6 +79,8 @@ pub struct FakeFunction {
     pub ignores_power: AtomicBool,
     /// What it was told last: whether the guest uses it.
     pub in_use: AtomicBool,
+    /// It was told that it is left to a call.
+    pub is_left: AtomicBool,
     /// Called before its power state changes.
     pub on_power: OnceLock<Box<dyn Fn() + Send + Sync>>,
     unmasked: AtomicU64,
@@ -143,6 +145,7 @@ impl FakeFunction {
             ignores_commands: AtomicBool::new(false),
             ignores_power: AtomicBool::new(false),
             in_use: AtomicBool::new(false),
+            is_left: AtomicBool::new(false),
             on_power: OnceLock::new(),
             unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
@@ -379,6 +382,10 @@ impl HostFunction for FakeFunction {
 
     fn set_in_use(&self, is_used: bool) {
         self.in_use.store(is_used, Ordering::Relaxed);
+    }
+
+    fn note_left(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
     }
 }
 

@@ -96,7 +96,13 @@ impl VfioPciDevice {
         if self.is_lost() {
             return Ok(());
         }
-        step(self).inspect_err(|error| self.mark_lost_if_failed(error))
+        self.stepping(|| {
+            // Lost meanwhile, by a thread that may not have seen this step.
+            if self.is_lost() {
+                return Ok(());
+            }
+            step(self).inspect_err(|error| self.mark_lost_if_failed(error))
+        })
     }
 
     pub(super) fn mark_lost_if_failed(&self, error: &MigrationError) {
@@ -111,8 +117,10 @@ impl VfioPciDevice {
 
     /// Saves the state of the function, which must be stopped.
     pub(crate) fn saved(&self) -> Result<VfioState, MigrationError> {
-        self.check_movable()?;
-        let data = self.migration.save().inspect_err(|error| self.mark_lost_if_failed(error))?;
+        let data = self.stepping(|| {
+            self.check_movable()?;
+            self.migration.save().inspect_err(|error| self.mark_lost_if_failed(error))
+        })?;
         Ok(self.saved_with(HardwareState::Here(data)))
     }
 
@@ -152,6 +160,10 @@ impl VfioPciDevice {
 
     /// Restores a state, once all guest memory is mapped. The function must be stopped, or have taken the hardware's part.
     pub(crate) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
+        self.stepping(|| self.put_in_here(state))
+    }
+
+    fn put_in_here(&self, state: &VfioState) -> Result<(), MigrationError> {
         self.check_movable()?;
         let raw = self.raw_config();
         let mut config = self.config.lock();

@@ -16,6 +16,9 @@ mod migration;
 mod power;
 #[cfg(test)]
 mod power_tests;
+mod steps;
+#[cfg(test)]
+mod steps_tests;
 mod streaming;
 
 use std::ops::Range;
@@ -29,6 +32,7 @@ use log::{error, warn};
 use parking_lot::Mutex;
 
 pub use dma_log::DmaLog;
+use steps::Steps;
 pub use streaming::{StateReader, StateWriter};
 
 use crate::bars::{self, MsixRanges};
@@ -138,6 +142,8 @@ pub struct VfioPciDevice {
     log_limit: LogLimit,
     /// State of its migration interface.
     pub(super) migration: Migration,
+    /// The threads that are in a step of it.
+    steps: Steps,
     /// Declared last, as dropping it releases the group once the function is unused.
     pub(super) host: Arc<dyn HostFunction>,
 }
@@ -190,6 +196,7 @@ impl VfioPciDevice {
         let peer = wiring.peers.map(|peers| peers.join(&id, mappable));
         Ok(Self {
             migration: Migration::new(&id, port),
+            steps: Steps::default(),
             id,
             config: Mutex::new(config),
             interrupts,
@@ -237,14 +244,15 @@ impl VfioPciDevice {
 
     /// Stops the function's DMA for good: it is lost to the guest, bus mastering is disabled, and it is
     /// reset. No guest write can enable DMA again, not even one that waits at the gate. Memory may be
-    /// unmapped when this returns. One that was [left](Self::leave) is not reset before its call returns, and is not disarmed
-    /// until then.
+    /// unmapped when this returns.
+    ///
+    /// If another thread is in a call for its state, the reset would wait for that call in the kernel: the function is left to
+    /// that thread then, as by [`leave`](Self::leave), and is not disarmed before that thread has reset it.
     pub fn disarm(&self) {
         self.lose();
-        if self.migration.is_left() {
-            return;
+        if !self.is_left_to_a_step() {
+            self.end_dma();
         }
-        self.end_dma();
     }
 
     /// Ends DMA of a function that is lost to the guest.

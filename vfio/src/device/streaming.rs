@@ -7,11 +7,10 @@
 //! resets it if the call ever returns.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::VfioPciDevice;
 use crate::migration::{
-    Call, Hardware, INTEGRATED_ENDPOINT_VERSION, MigrationError, ROM_VERSION, VfioState,
+    Hardware, INTEGRATED_ENDPOINT_VERSION, MigrationError, ROM_VERSION, VfioState,
 };
 use pci::{PciDeviceState, PciStateError};
 
@@ -51,39 +50,8 @@ impl VfioPciDevice {
             self.host.set_in_use(true);
             Ok(())
         };
-        self.noted(check())?;
+        check().map_err(|error| self.state_error(error))?;
         Ok(StateWriter { device: Arc::clone(self) })
-    }
-
-    /// Leaves the function to the thread whose call into the kernel does not return: it is lost to the guest, and neither its
-    /// guest nor the end of its machine waits for it. What it can reach of memory it reaches until it has been reset, which
-    /// that thread does when the call returns. Returns the call. Does not wait for it.
-    pub fn leave(&self) -> String {
-        let (is_held, call) = (self.migration.leave(), self.migration.call());
-        self.lose();
-        if !is_held {
-            // It has returned in this moment, and its thread may have ended.
-            self.reset_late();
-        }
-        call.map_or_else(|| "the end of its state".to_owned(), |call| call.to_string())
-    }
-
-    /// The current call into the kernel that waits for the hardware.
-    pub fn call(&self) -> Option<Call> {
-        self.migration.call()
-    }
-
-    /// Whether it was left to a call that did not return.
-    pub fn is_left(&self) -> bool {
-        self.migration.is_left()
-    }
-
-    /// Resets the function after its call has returned, once.
-    fn reset_late(&self) {
-        if !self.late_reset.swap(true, Ordering::AcqRel) {
-            self.lose();
-            self.end_dma();
-        }
     }
 
     /// Saves the rest of the state, whose hardware's part of this length was read already.
@@ -106,14 +74,19 @@ impl VfioPciDevice {
         PciDeviceState::encode(self, version, state)
     }
 
-    /// The result of a step on the thread that has made it.
-    fn noted<T>(&self, step: Result<T, MigrationError>) -> Result<T, PciStateError> {
-        if self.is_left() {
-            self.reset_late();
-            return Err(self.state_error(MigrationError::Left));
-        }
-        step.inspect_err(|error| self.mark_lost_if_failed(error))
-            .map_err(|error| self.state_error(error))
+    /// Makes a step, on any thread; none of a function that is lost.
+    fn noted<T>(
+        &self,
+        step: impl FnOnce() -> Result<T, MigrationError>,
+    ) -> Result<T, PciStateError> {
+        let made = self.stepping(|| {
+            if self.is_left() {
+                return Err(MigrationError::Left);
+            }
+            self.check_movable()?;
+            step().inspect_err(|error| self.mark_lost_if_failed(error))
+        });
+        made.map_err(|error| self.state_error(error))
     }
 }
 
@@ -125,11 +98,10 @@ impl StateReader {
     pub fn read(&mut self, part: &mut [u8]) -> Result<usize, PciStateError> {
         let migration = &self.device.migration;
         if !self.has_begun {
-            self.device.noted(migration.begin_save())?;
+            self.device.noted(|| migration.begin_save())?;
             self.has_begun = true;
         }
-        let read = migration.read_part(part, self.read_bytes);
-        let len = self.device.noted(read)?;
+        let len = self.device.noted(|| migration.read_part(part, self.read_bytes))?;
         self.read_bytes = self.read_bytes.saturating_add(len as u64);
         Ok(len)
     }
@@ -142,11 +114,11 @@ impl StateReader {
 
 impl Drop for StateReader {
     fn drop(&mut self) {
-        if !self.has_begun {
+        if !self.has_begun || self.device.is_lost() {
             return;
         }
         // One that is refused stays where it is, from where it can still continue.
-        if let Err(error) = self.device.noted(self.device.migration.end_save()) {
+        if let Err(error) = self.device.noted(|| self.device.migration.end_save()) {
             log::warn!("{}", error_text::chain(&error));
         }
     }
@@ -158,7 +130,7 @@ impl StateWriter {
     /// # Errors
     /// The function refuses.
     pub fn begin(&self) -> Result<(), PciStateError> {
-        self.device.noted(self.device.migration.begin_load())
+        self.device.noted(|| self.device.migration.begin_load())
     }
 
     /// Writes the next bytes.
@@ -166,7 +138,7 @@ impl StateWriter {
     /// # Errors
     /// The function refuses them.
     pub fn write(&self, part: &[u8]) -> Result<(), PciStateError> {
-        self.device.noted(self.device.migration.write_part(part))
+        self.device.noted(|| self.device.migration.write_part(part))
     }
 
     /// The function.

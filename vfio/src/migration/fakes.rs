@@ -33,6 +33,7 @@ pub enum FakeHang {
     Into(DeviceState),
     Read,
     Write,
+    Reset,
 }
 
 /// What a test may set and look at.
@@ -157,6 +158,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn reset(&self) {
+        self.pass(FakeHang::Reset);
         let mut hardware = self.0.lock();
         hardware.state = DeviceState::Running;
         hardware.is_silent = false;

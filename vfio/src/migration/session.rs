@@ -123,11 +123,9 @@ impl Migration {
     }
 
     /// Leaves the function to the thread whose call into the kernel does not return: nothing waits for it from now on, and all
-    /// later steps are refused. Returns whether that thread still has the function. Does not wait.
-    pub fn leave(&self) -> bool {
+    /// later steps are refused.
+    pub fn leave(&self) {
         self.is_left.store(true, Ordering::SeqCst);
-        // With the state unlocked no call begins that has not seen the mark.
-        self.state.try_lock().is_none()
     }
 
     /// The current call into the kernel.
@@ -212,9 +210,9 @@ impl Migration {
         self.go(&mut *self.locked()?, DeviceState::Running)
     }
 
-    /// Records a reset, after which the function runs.
+    /// Records a reset, after which the function runs. A thread in a step learns of it from the kernel.
     pub fn was_reset(&self) {
-        if let Ok(mut state) = self.locked() {
+        if let Some(mut state) = self.state.try_lock() {
             *state = DeviceState::Running;
         }
     }
@@ -259,7 +257,8 @@ impl Migration {
         needs(*state, DeviceState::StopCopy)?;
         loop {
             match self.calling(Call::Read { read_bytes }, || self.port.read_state(part)) {
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error)
+                    if error.kind() == std::io::ErrorKind::Interrupted && !self.is_left() => {}
                 read => return read.map_err(|source| MigrationError::Read { read_bytes, source }),
             }
         }
