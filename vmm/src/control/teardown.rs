@@ -93,7 +93,7 @@ impl Vmm {
     }
 
     fn shutdown_live(&mut self, responder: Option<Responder>) -> Next {
-        match self.lasting_config() {
+        match self.config_after(Machine::lasting_config) {
             Ok(config) => self.tear_down(AfterTeardown::Created { config, responder }),
             Err(error) => refuse(responder, error, RunError::Shutdown),
         }
@@ -101,7 +101,7 @@ impl Vmm {
 
     /// `vm.reboot`, or a reset by the guest.
     pub(super) fn reboot_for(&mut self, responder: Option<Responder>) -> Next {
-        let config = match self.lasting_config() {
+        let config = match self.config_after(Machine::rebooting_config) {
             Ok(config) => config,
             Err(error) => return refuse(responder, error, RunError::Reboot),
         };
@@ -116,12 +116,15 @@ impl Vmm {
         self.tear_down_with(AfterTeardown::Reboot { config, consoles, kept, responder }, going)
     }
 
-    fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
+    fn config_after(
+        &mut self,
+        config: fn(&Machine) -> VmConfig,
+    ) -> Result<Box<VmConfig>, ApiError> {
         self.machine_mut()?;
         self.refuse_without_all_pages()?;
         let machine = self.machine_mut()?;
-        let config = machine.lasting_config();
-        // Devices that the guest was asked to eject are removed with the machine.
+        let config = config(machine);
+        // Devices that the guest was asked to eject are removed with the machine, and so are those that cannot be opened again.
         for id in machine.config().ids_not_in(&config) {
             events::emit("vm", "device-removed", &[("id", &id)]);
         }

@@ -396,4 +396,15 @@ impl Machine {
         let config = self.with_lasting_vcpus(self.config.clone());
         leaving.fold(config, |config, function| config.without(&function.id).unwrap_or(config))
     }
+
+    /// The same for a reboot: without the passed-through devices that the host does not give to the next boot, as a call of
+    /// an earlier migration has them.
+    pub fn rebooting_config(&self) -> VmConfig {
+        let config = self.lasting_config();
+        let hung = self.parts.passthrough.not_for_reboot(&config);
+        hung.iter().fold(config, |config, id| {
+            log::warn!("the VM reboots without '{id}', as a call of a migration has not returned");
+            config.without(id).unwrap_or(config)
+        })
+    }
 }

@@ -125,6 +125,10 @@ impl Passthrough {
         if self.may_be_joined() {
             return Err("a device is still being opened".into());
         }
+        // Also one that was removed.
+        if let Some(device) = self.hung().first() {
+            return Err(format!("device '{}' hangs in a call of a migration", device.id()).into());
+        }
         for (_, device) in &self.devices {
             let was_lost = device.is_lost();
             let is_silent = device.silence();
@@ -155,6 +159,7 @@ pub(super) mod tests {
 
     use super::super::DiscardingDevices;
     use super::super::announcing::tests::new_segment;
+    use super::super::hung::tests::leave_hanging;
     use super::super::migration::tests::two_devices;
     use super::super::openers::{Abandoned, OpenerEnd, OpenerPlace};
     use super::super::opening::tests::slow;
@@ -382,6 +387,25 @@ pub(super) mod tests {
         passthrough.late.push(late);
         passthrough.leave(&ram);
         assert!(slot.take().is_none(), "one is about to be attached");
+    }
+
+    #[test]
+    fn nothing_stays_mapped_for_a_device_that_hangs_even_if_it_was_removed() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, [one, _two], slot) = at_work(&target, &ram);
+        read(&passthrough.device_list).devices =
+            passthrough.devices.iter().map(|(_, device)| Arc::downgrade(device)).collect();
+        let gate = Arc::new(Mutex::new(()));
+        let closed = gate.lock();
+        let thread = leave_hanging(&passthrough, "one", &one, &gate);
+        let place = passthrough.devices[0].0;
+        passthrough.remove(place, &Segments::of_test(new_segment())).unwrap();
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none());
+        drop(passthrough);
+        assert!(mapped(&target).is_empty());
+        drop(closed);
+        thread.join().unwrap();
     }
 
     #[test]

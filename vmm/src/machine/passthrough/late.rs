@@ -137,14 +137,24 @@ impl Drop for Passthrough {
         let pending = self.pending.drain(..).chain(self.late.drain(..));
         self.withdrawn.extend(pending.map(PendingDevice::abandon));
         self.withdrawn.retain(Abandoned::is_in_use);
-        if self.withdrawn.is_empty() {
+        let hung = self.hung();
+        if self.withdrawn.is_empty() && hung.is_empty() {
             // What is mapped ends with the address space.
             return;
         }
-        log::warn!(
-            "the host may still open a passed-through device for a VM that has ended: the device and the VM's memory \
-             stay in use until it has"
-        );
+        if !self.withdrawn.is_empty() {
+            log::warn!(
+                "the host may still open a passed-through device for a VM that has ended: the device and the VM's \
+                 memory stay in use until it has"
+            );
+        }
+        for device in hung {
+            log::warn!(
+                "passed-through device '{}' hangs in a call for a VM that has ended: the device and the VM's memory stay in \
+                 use until it has returned, and it reaches none of that memory",
+                device.id()
+            );
+        }
         // The thread has a share of the address space, for as long as that takes.
         self.notices = None;
         super::outcome::read(&self.device_list).memory = None;

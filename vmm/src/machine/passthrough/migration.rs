@@ -294,6 +294,7 @@ pub(super) mod tests {
             early: None,
             pinning: None,
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
+            places: Vec::new(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
             arrived: Vec::new(),

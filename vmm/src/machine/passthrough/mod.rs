@@ -12,6 +12,7 @@
 //! | `opening` | threads that open devices while the guest runs |
 //! | `starting` | devices that the start of the guest waits for |
 //! | `late` | devices that it does not wait for any longer |
+//! | `hung` | devices that hang in a call, at the end of the machine |
 //! | `forecast` | devices that it was to wait for shortly, if that takes long |
 //! | `openers` | threads that open a device which nothing waits for any more |
 //! | `mapping` | when memory is mapped, and who waits for that |
@@ -34,6 +35,7 @@ mod counters;
 mod device_events;
 mod error;
 mod forecast;
+mod hung;
 mod kept;
 mod late;
 mod mapping;
@@ -51,7 +53,7 @@ mod streaming;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
@@ -107,6 +109,8 @@ pub struct Passthrough {
     /// Declared before the devices, so that mapping has ended when they are closed.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
+    /// Where each device is on the host, also of one that was removed and is still open.
+    places: Vec<(OpenerPlace, Weak<VfioPciDevice>)>,
     /// When each device was open, by id.
     opened: BTreeMap<String, Instant>,
     /// Devices that are being opened, for which the start of the guest waits.
@@ -230,6 +234,7 @@ impl Passthrough {
             early: None,
             pinning: None,
             devices: Vec::new(),
+            places: Vec::new(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
             arrived: Vec::new(),
@@ -339,6 +344,8 @@ impl Passthrough {
     fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
         self.opened.insert(device.id().to_owned(), at);
         self.strict |= config.pin == PinMode::Strict;
+        self.places.retain(|(_, device)| device.strong_count() > 0);
+        self.places.push((OpenerPlace::of(config), Arc::downgrade(&device)));
         read(&self.device_list).devices.push(Arc::downgrade(&device));
         self.listen_to(&device);
         self.devices.push((bdf, device));

@@ -83,7 +83,7 @@ impl OpenerPlace {
     }
 
     /// Whether one cannot be opened while another machine has the other.
-    fn excludes(&self, other: &Self) -> bool {
+    pub(super) fn excludes(&self, other: &Self) -> bool {
         self.is_of_device(other) || (self.group.is_some() && self.group == other.group)
     }
 }
