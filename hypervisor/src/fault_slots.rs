@@ -6,6 +6,12 @@
 //! whose ID leads to it, from then on for good: only that thread writes and reads its address, the program in the kernel
 //! and [`FaultSlots::take`] after it, so no two processors order anything by it. Other threads with the same slot have a
 //! table. Must never be taken for the cause of a fault.
+//!
+//! The program looks whether a slot is free, and then takes it, in two steps: two threads whose IDs are equal modulo the number
+//! of slots may both take it, if each faults for the first time at the same moment. vCPUs that start together have IDs
+//! closer than that; one that is added later meets a slot that was taken long before. Should it happen, the ID that is written
+//! last stays, and that once the other thread loses its address, or the owner takes that of the other: an access
+//! without an address, or whose address is not missing, is tried again, and the next fault finds the slot taken.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
