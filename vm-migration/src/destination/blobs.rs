@@ -113,8 +113,11 @@ impl Drop for Writers {
         for (number, thread) in self.threads.drain(..) {
             let Some(blob) = self.blobs.all.get(number) else { continue };
             if !blob.wait_for_end(deadline) {
-                let hangs = blob.leave(self.leave);
-                log::error!("{}", error_text::chain(&hangs));
+                // Another one was left when it was found to hang, and that was said.
+                if !blob.is_left() {
+                    let hangs = blob.leave(self.leave);
+                    log::error!("{}", error_text::chain(&hangs));
+                }
             } else if thread.join().is_err() {
                 log::error!("a thread that writes the state of a device has panicked");
             }
@@ -304,6 +307,11 @@ impl Blob {
             }
         }
         true
+    }
+
+    /// Whether its thread was left behind.
+    fn is_left(&self) -> bool {
+        self.assembly.lock().stay.is_left
     }
 
     /// Leaves its thread behind, and the device with it. Returns the error that says so.

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use proptest::prelude::*;
@@ -22,6 +23,8 @@ type Written = Arc<Mutex<Vec<u8>>>;
 struct Sink {
     written: Written,
     begun: Sender<()>,
+    /// How often it was left.
+    left: Arc<AtomicUsize>,
     gate: Option<Mutex<Receiver<Result<(), VmError>>>>,
 }
 
@@ -37,6 +40,7 @@ impl BlobSink for Sink {
     }
 
     fn leave(&self) -> String {
+        self.left.fetch_add(1, Ordering::Relaxed);
         "taking its state".to_owned()
     }
 }
@@ -45,13 +49,24 @@ fn one(
     len_bytes_max: u64,
     gate: Option<Receiver<Result<(), VmError>>>,
 ) -> (Blobs, Written, Receiver<()>) {
+    let (blobs, written, heard, _left) = one_counted(len_bytes_max, gate);
+    (blobs, written, heard)
+}
+
+/// The same, and how often its device is left.
+fn one_counted(
+    len_bytes_max: u64,
+    gate: Option<Receiver<Result<(), VmError>>>,
+) -> (Blobs, Written, Receiver<()>, Arc<AtomicUsize>) {
+    let left = Arc::<AtomicUsize>::default();
     let (begun, heard) = channel();
     let written = Written::default();
     let gate = gate.map(Mutex::new);
-    let sink = Box::new(Sink { written: Arc::clone(&written), begun, gate });
+    let sink =
+        Box::new(Sink { written: Arc::clone(&written), begun, left: Arc::clone(&left), gate });
     let about = serde_json::Value::Null;
     let info = BlobInfo { name: "gpu0".to_owned(), len_bytes_max, about };
-    (Blobs::new(vec![info], vec![sink]).unwrap(), written, heard)
+    (Blobs::new(vec![info], vec![sink]).unwrap(), written, heard, left)
 }
 
 fn plain() -> (Blobs, Written) {
@@ -161,7 +176,12 @@ fn the_sum_of_all_windows_is_bounded() {
     let len_bytes_max = BLOB_BYTES_MAX;
     let info = BlobInfo { name: "gpu0".to_owned(), len_bytes_max, about };
     let sink = || -> Box<dyn BlobSink> {
-        Box::new(Sink { written: Written::default(), begun: channel().0, gate: None })
+        Box::new(Sink {
+            written: Written::default(),
+            begun: channel().0,
+            left: Arc::default(),
+            gate: None,
+        })
     };
     let sinks = (0..BLOBS_MAX).map(|_| sink()).collect();
     let blobs = Blobs::new(vec![info; BLOBS_MAX], sinks).unwrap();
@@ -268,7 +288,7 @@ fn the_end_of_writers_does_not_wait_for_a_device_that_hangs() {
 #[test]
 fn a_device_that_hangs_is_named() {
     let (open, gate) = channel();
-    let (blobs, _, begun) = one(64, Some(gate));
+    let (blobs, _, begun, left) = one_counted(64, Some(gate));
     let blobs = Arc::new(blobs);
     let writers = Writers::start(&blobs, LONG).unwrap();
     blobs.put(chunk(0, b"ab")).unwrap();
@@ -278,6 +298,7 @@ fn a_device_that_hangs_is_named() {
     assert!(blobs.check_calls(Duration::ZERO).is_ok(), "once");
     // It is not awaited any more.
     drop(writers);
+    assert_eq!(left.load(Ordering::Relaxed), 1, "once");
     open.send(Ok(())).unwrap();
 }
 

@@ -221,9 +221,13 @@ impl Flows {
     fn read(&self, number: u16, source: Box<dyn BlobSource>) {
         let _ended = EndOfThread { flows: self, number: number.into() };
         let Some(info) = self.infos.get(usize::from(number)) else { return };
-        let read = self.read_all(number, info, source);
-        // Before it counts as read, so that nothing is taken for whole.
+        // Also its end is a call into the device, however this ends.
+        let mut source = Some(Open { flows: self, number, source: Some(source) });
+        let read = self.read_all(number, info, &mut source);
+        // Before it counts as read, so that nothing is taken for whole, and before the end of the source, which may hang: then
+        // the migration ends with what has failed first.
         self.noting(read);
+        drop(source);
         if let Some(flow) = self.state.lock().flows.get_mut(usize::from(number)) {
             flow.is_read = true;
         }
@@ -247,15 +251,14 @@ impl Flows {
         &self,
         number: u16,
         info: &BlobInfo,
-        source: Box<dyn BlobSource>,
+        open: &mut Option<Open<'_>>,
     ) -> Result<(), Failure> {
-        // Also its end is a call into the device, however this ends.
-        let mut source = Open { flows: self, number, source: Some(source) };
         let mut offset = 0;
         while !self.is_over() {
             let mut bytes = vec![0; to_usize(CHUNK_BYTES_MAX)];
             let mut count = 0;
             while let Some(room) = bytes.get_mut(count..).filter(|room| !room.is_empty()) {
+                let Some(source) = open else { break };
                 match source.read(room).map_err(Cause::Vm).step(STEP)? {
                     0 => break,
                     read => count += read,
@@ -275,7 +278,7 @@ impl Flows {
             offset = end;
             if is_last {
                 // The device is done before the destination learns that this is all.
-                drop(source);
+                *open = None;
                 self.put(BlobChunk { blob: number, offset, bytes: Vec::new() });
                 return Ok(());
             }

@@ -3,6 +3,8 @@
 //! What a destination may say of what it has written, and whose turn it is to be sent.
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+use std::sync::mpsc::{Receiver, channel};
+
 use super::*;
 use crate::protocol::blobs::{BLOB_BYTES_MAX, BLOBS_MAX, WINDOW_BYTES_MAX};
 
@@ -79,4 +81,47 @@ fn all_is_written_once_each_blob_is_read_sent_and_written() {
         assert_eq!(is(), (true, true));
         assert!(matches!(pipe.next_to_lead(true), Next::Over));
     });
+}
+
+/// Gives bytes or fails, and its end hangs until its gate says so.
+struct HangsAtEnd {
+    reads: Result<usize, ()>,
+    gate: Receiver<()>,
+}
+
+impl BlobSource for HangsAtEnd {
+    fn read(&mut self, room: &mut [u8]) -> Result<usize, crate::vm::VmError> {
+        let read = self.reads.map_err(|()| "no more of it");
+        Ok(read.map(|len| len.min(room.len()))?)
+    }
+}
+
+impl Drop for HangsAtEnd {
+    fn drop(&mut self) {
+        let _ = self.gate.recv();
+    }
+}
+
+/// A device that fails may hang as well: then the migration ends with why it has failed, at once.
+#[test]
+fn why_a_device_fails_is_known_before_it_ends() {
+    for (reads, expected) in [(Err(()), "no more of it"), (Ok(64), "at most were announced")] {
+        let info =
+            BlobInfo { name: "gpu0".to_owned(), len_bytes_max: 5, about: serde_json::Value::Null };
+        let flows = Arc::new(Flows::new(&[info]).unwrap());
+        let (open, gate) = channel();
+        let readers = flows.start(vec![Box::new(HangsAtEnd { reads, gate })]);
+        while !flows.has_failed() {
+            std::thread::yield_now();
+        }
+        // As it hangs, it is left.
+        let Ended { lens, left } = flows.end(readers, Duration::ZERO, Duration::from_mins(1));
+        assert_eq!(left.len(), 1);
+        let why = error_text::chain(&lens.unwrap_err().cause);
+        assert!(why.contains(expected), "{why}");
+        drop(open);
+        while !flows.state.lock().flows[0].stay.has_ended {
+            std::thread::yield_now();
+        }
+    }
 }
