@@ -44,6 +44,7 @@ pub(super) mod tests {
     use std::fs::create_dir;
     use std::os::unix::fs::symlink;
     use std::thread::{self, JoinHandle};
+    use std::time::{Duration, Instant};
 
     use parking_lot::Mutex;
     use pci::PciDevice as _;
@@ -59,6 +60,9 @@ pub(super) mod tests {
     use super::*;
     use crate::config::DeviceConfig;
     use crate::machine::segments::Segments;
+
+    /// Longer than any of these tests takes.
+    const PATIENCE: Duration = Duration::from_secs(20);
 
     /// Has the device with this id hang while it is read, as long as the lock is held, and leaves it.
     pub(in super::super) fn leave_hanging(
@@ -165,9 +169,11 @@ pub(super) mod tests {
             listen(Arc::clone(&passthrough.device_list), Arc::clone(&passthrough.sink)).unwrap();
         next.report_to(&notices).unwrap();
         assert!(next_host.tell(DeviceEvent::Failed));
-        while !next.is_disarmed() {
+        let end = Instant::now() + PATIENCE;
+        while !next.is_disarmed() && Instant::now() < end {
             thread::yield_now();
         }
+        assert!(next.is_disarmed());
         drop(closed);
         thread.join().unwrap();
     }
