@@ -8,6 +8,9 @@ use std::sync::mpsc::{Receiver, channel};
 use super::*;
 use crate::protocol::blobs::{BLOB_BYTES_MAX, BLOBS_MAX, WINDOW_BYTES_MAX};
 
+/// Longer than any of these tests takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
 /// Calls `check` with a pipe for three blobs.
 fn with_pipe(check: impl FnOnce(&Flows)) {
     with_pipe_for(3, check);
@@ -111,7 +114,9 @@ fn why_a_device_fails_is_known_before_it_ends() {
         let flows = Arc::new(Flows::new(&[info]).unwrap());
         let (open, gate) = channel();
         let readers = flows.start(vec![Box::new(HangsAtEnd { reads, gate })]);
+        let end = Instant::now() + PATIENCE;
         while !flows.has_failed() {
+            assert!(Instant::now() < end, "it is not known");
             std::thread::yield_now();
         }
         // As it hangs, it is left.
