@@ -477,7 +477,7 @@ fn hang(gated: Gated, patience: Duration, is_cancelled: bool) -> Hang {
         std::thread::spawn(move || migrate(vm, &options, &progress, &cancel))
     };
     if is_cancelled {
-        wait_for("the reading", || calls.lock().contains(&"read blobs"));
+        wait_for("the call that hangs", || blobs.is_at_gate());
         wait_for("the other device", || blobs.arrived_of(1) == 7);
         cancel.cancel();
     }

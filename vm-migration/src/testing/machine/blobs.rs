@@ -41,6 +41,8 @@ struct Devices {
     read_bytes: u64,
     /// Devices that were left behind.
     left: Vec<usize>,
+    /// Times that a call came to the gate.
+    at_gate: usize,
 }
 
 /// What waits for a gate.
@@ -114,6 +116,7 @@ impl FakeBlobs {
     fn pass(&self, here: &[Gated]) {
         let gate = self.1.lock().clone();
         if let Some((_, gate)) = gate.filter(|(gated, _)| here.contains(gated)) {
+            self.0.lock().at_gate += 1;
             // A dropped gate is open.
             let _ = gate.lock().recv();
         }
@@ -128,6 +131,11 @@ impl FakeBlobs {
     /// Bytes that have come.
     pub fn arrived_bytes(&self) -> usize {
         self.0.lock().here.iter().map(Vec::len).sum()
+    }
+
+    /// Whether a call has come to the gate.
+    pub fn is_at_gate(&self) -> bool {
+        self.0.lock().at_gate > 0
     }
 
     /// Bytes that have come of one device.
