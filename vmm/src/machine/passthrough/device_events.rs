@@ -7,7 +7,6 @@
 //! wanted back is the guest's until it is ejected; the host asks again until it has it.
 
 use std::io;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use pci::PciDevice as _;
@@ -24,10 +23,11 @@ use crate::machine::events::{EventSink, GuestEvent};
 pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvents> {
     DeviceEvents::start(Box::new(move |id, notice| {
         let devices = devices_of(&list);
-        // One that was left to a call may be removed, and its id be that of another.
-        let is_it = |device: &&Arc<VfioPciDevice>| device.id() == id && !device.is_left();
-        let Some(device) = devices.iter().find(is_it) else { return };
+        // The last one: one that was left to a call may be removed, and its id be that of another.
+        let Some(device) = devices.iter().rfind(|device| device.id() == id) else { return };
         match notice {
+            // The guest has lost it, and its thread resets it.
+            DeviceEvent::Failed if device.is_left() => {}
             DeviceEvent::Failed => {
                 fail(device, &list);
                 sink(GuestEvent::WithheldDevice);
@@ -58,6 +58,7 @@ fn fail(device: &VfioPciDevice, list: &Mutex<DeviceList>) {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::sync::Arc;
     use std::time::{Duration, Instant};
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
