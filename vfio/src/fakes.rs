@@ -384,8 +384,8 @@ impl HostFunction for FakeFunction {
         self.in_use.store(is_used, Ordering::Relaxed);
     }
 
-    fn note_left(&self) {
-        self.is_left.store(true, Ordering::Relaxed);
+    fn note_left(&self, is_left: bool) {
+        self.is_left.store(is_left, Ordering::Relaxed);
     }
 }
 

@@ -112,6 +112,7 @@ pub trait HostFunction: MigrationPort {
     /// Tells whether the guest uses the function: if so, it is not reset for the sake of others on its bus. May wait for such a
     /// reset.
     fn set_in_use(&self, _is_used: bool) {}
-    /// Tells that it is left to a call into the kernel that does not return: it must not be opened again until it is closed.
-    fn note_left(&self) {}
+    /// Tells whether it is left to a call into the kernel that has not returned: it must not be opened again meanwhile, nor reset
+    /// for the sake of others.
+    fn note_left(&self, _is_left: bool) {}
 }

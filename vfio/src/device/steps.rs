@@ -79,7 +79,7 @@ impl VfioPciDevice {
             has_thread
         });
         if has_thread {
-            self.host.note_left();
+            self.note_left();
         }
         self.lose();
         if !has_thread {
@@ -99,7 +99,7 @@ impl VfioPciDevice {
             leaves
         });
         if leaves {
-            self.host.note_left();
+            self.note_left();
         }
         self.is_left()
     }
@@ -119,12 +119,23 @@ impl VfioPciDevice {
         self.is_left() && !self.is_disarmed()
     }
 
+    /// Tells the host that it is left, unless the thread of the step has reset it meanwhile.
+    fn note_left(&self) {
+        self.host.note_left(true);
+        if self.is_disarmed() {
+            self.host.note_left(false);
+        }
+    }
+
     /// Resets the function after its call has returned, once.
     fn reset_late(&self) {
         // One that has failed in the call was reset by the thread of that call.
         if !self.late_reset.swap(true, Ordering::AcqRel) && !self.is_disarmed() {
             self.lose();
             self.end_dma();
+        }
+        if self.is_disarmed() {
+            self.host.note_left(false);
         }
     }
 }

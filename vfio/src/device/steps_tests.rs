@@ -66,6 +66,7 @@ fn one_that_is_disarmed_while_it_is_read_is_left_to_the_thread_that_reads() {
     drop(closed);
     assert!(reader.join().unwrap().is_some());
     assert!(rig.device.is_disarmed() && !rig.device.is_hung());
+    assert!(!rig.host.is_left.load(Ordering::Relaxed), "its call has returned");
     assert_eq!(resets(&rig), 1);
     rig.device.disarm();
     assert_eq!(rig.device.leave(), "the end of its state");

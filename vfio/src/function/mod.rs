@@ -252,10 +252,10 @@ impl HostFunction for VfioFunction {
         }
     }
 
-    fn note_left(&self) {
+    fn note_left(&self, is_left: bool) {
         // A node of iommufd is bound once, and says so to the next one.
         if let Attachment::Group(lease) = &self.attachment {
-            lease.note_left();
+            lease.note_left(is_left);
         }
     }
 }

@@ -480,12 +480,16 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Notes that the device hangs in a call: no other lease of it is given until this one is dropped.
-    pub fn note_left(&self) {
+    /// Notes whether the device hangs in a call: no other lease of it is given until it does not, or this one is dropped.
+    pub fn note_left(&self, is_left: bool) {
         let Some(device) = &self.device else { return };
         let mut uses = self.groups.uses.lock();
-        self.is_left.store(true, Ordering::Relaxed);
-        uses.left.insert(device.clone());
+        self.is_left.store(is_left, Ordering::Relaxed);
+        if is_left {
+            uses.left.insert(device.clone());
+        } else {
+            uses.left.remove(device);
+        }
     }
 
     fn file(&self) -> Option<BorrowedFd<'_>> {

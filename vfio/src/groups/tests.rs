@@ -509,7 +509,7 @@ fn a_device_that_hangs_is_not_opened_again_and_its_bus_not_reset_before_it_is_cl
     let (fake, groups) = groups(Fake::default());
     let (one, left) = (opened(&groups, "one", "5"), opened(&groups, "0000:e1:00.0", "5"));
     let bus = [affected("one", "5"), affected("0000:e1:00.0", "5")];
-    left.note_left();
+    left.note_left(true);
     fake.calls();
     let error = groups.open(&function("0000:e1:00.0", "5")).err().unwrap();
     assert!(matches!(error, VfioError::Left { .. }), "{error}");
@@ -517,6 +517,10 @@ fn a_device_that_hangs_is_not_opened_again_and_its_bus_not_reset_before_it_is_cl
     let why = groups.claim(one.device().unwrap(), &bus).err().unwrap();
     assert!(why.contains("0000:e1:00.0, too, which hangs"), "{why}");
     drop(opened(&groups, "two", "5"));
+    left.note_left(false);
+    assert!(groups.claim(one.device().unwrap(), &bus).is_ok(), "its call has returned");
+    left.note_left(true);
+    assert!(groups.claim(one.device().unwrap(), &bus).is_err());
     drop(left);
     assert!(groups.claim(one.device().unwrap(), &bus).is_ok());
     drop(opened(&groups, "0000:e1:00.0", "5"));
