@@ -130,7 +130,7 @@ pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};
 pub use reserved::ReservedRange;
 pub use restart::ForeignWriter;
-pub use sparing::running_release;
+pub use sparing::{parse_release, running_release};
 pub use zero::is_zero;
 pub use zone_file::LockedFile;
 pub use zone_kind::ZoneKind;

@@ -91,8 +91,8 @@ pub fn running_release() -> Option<Release> {
     })
 }
 
-/// The first two numbers of a name like `6.12.48+deb13-amd64`.
-fn parse_release(text: &str) -> Option<Release> {
+/// The first two numbers of a kernel's name like `6.12.48+deb13-amd64`; `None` if they are not there.
+pub fn parse_release(text: &str) -> Option<Release> {
     let mut numbers = text.split(|unit: char| !unit.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }

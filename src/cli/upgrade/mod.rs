@@ -519,8 +519,8 @@ fn finish(
     let mut downtime_us = Value::Null;
     while Instant::now() < until {
         let Ok(answer) = plan.old.ask(Method::Get, "vm.migration-progress", None) else { break };
-        let mut progress = parse(answer.as_deref()).unwrap_or_default();
-        downtime_us = progress["downtime_us"].take();
+        let progress = parse(answer.as_deref()).unwrap_or_default();
+        downtime_us = progress["downtime_us"].clone();
         if progress["phase"] == "done" {
             break;
         }

@@ -36,7 +36,7 @@ use super::mapping::BarMapping;
 /// Inverse of the share of the IOMMU's mappings that BARs may take: half of what guest memory leaves.
 const ENTRIES_SHARE: u64 = 8;
 
-/// Bytes of BARs that are mapped a second before anything was: a page at a time, 32 GB of a BAR took Linux a second.
+/// Bytes of BARs that are mapped a second before anything was: a page at a time, 32 GiB of a BAR take Linux about a second.
 const BYTES_PER_SECOND: u64 = 32 << 30;
 /// The same since Linux 6.15, which maps a page of the kernel's page tables at a time, of up to 1 GiB: less than a
 /// millisecond.

@@ -11,7 +11,6 @@ use devices::virtio::block::has_io_uring;
 use super::definitions as of;
 use super::finding::Finding;
 use super::host_files::HostFiles;
-use super::parsing::kernel_version;
 use crate::config::VmConfig;
 use crate::options::SeccompMode;
 use crate::sandbox::landlock;
@@ -88,7 +87,7 @@ pub fn findings(facts: &KernelFacts, config: &VmConfig, seccomp: SeccompMode) ->
 }
 
 fn version(release: &str) -> Finding {
-    match kernel_version(release) {
+    match memory::parse_release(release) {
         Some(version) if version < TESTED_FROM => {
             Finding::lack(&of::OLD_KERNEL, format!("Linux {release}"))
         }

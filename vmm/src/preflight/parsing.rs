@@ -41,12 +41,6 @@ impl Rights {
     }
 }
 
-/// Major and minor number of a kernel's release.
-pub fn kernel_version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit());
-    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-}
-
 /// The cgroups of a process from its `cgroup`: that of version 2, and those of version 1 by their controllers.
 pub fn cgroups(text: &str) -> (Option<String>, Vec<(String, String)>) {
     let (mut unified, mut others) = (None, Vec::new());
@@ -96,13 +90,6 @@ mod tests {
     }
 
     #[test]
-    fn kernels_have_two_numbers() {
-        assert_eq!(kernel_version("6.1.0-37-amd64"), Some((6, 1)));
-        assert_eq!(kernel_version("6.12-rc3"), Some((6, 12)));
-        assert_eq!(kernel_version("next"), None);
-    }
-
-    #[test]
     fn cgroups_have_one_hierarchy_or_several() {
         let (unified, others) = cgroups("0::/user.slice/a.scope\n");
         assert_eq!((unified.as_deref(), others.len()), (Some("/user.slice/a.scope"), 0));
@@ -124,7 +111,7 @@ mod tests {
         fn any_text_is_harmless(text in "[ -~\n\t]{0,200}") {
             let rights = Rights::of(&text);
             prop_assert!(rights.groups.len() <= 200);
-            let _ = (kernel_version(&text), cpu_max_milli(&text));
+            let _ = (memory::parse_release(&text), cpu_max_milli(&text));
             let (unified, others) = cgroups(&text);
             let paths = unified.into_iter().chain(others.into_iter().map(|(_, path)| path));
             for path in paths {
