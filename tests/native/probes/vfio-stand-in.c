@@ -65,18 +65,16 @@ static int may_open(const char *name)
 {
 	const char *folder = getenv("VFIO_STAND_IN");
 	char path[4096], answer = 0;
-	ssize_t len = 0;
+	ssize_t len;
 	int file;
 
-	/* A writer of an earlier byte may still have it open, and then closes it. */
-	while (len == 0) {
-		snprintf(path, sizeof path, "%s/%s.pipe", folder ? folder : "", name);
-		file = open(path, O_RDONLY | O_CLOEXEC);
-		if (file < 0)
-			return errno == ENOENT;
-		len = read(file, &answer, 1);
-		close(file);
-	}
+	snprintf(path, sizeof path, "%s/%s.pipe", folder ? folder : "", name);
+	/* For writing too: else the writer of an earlier byte ends the wait when it closes the pipe. */
+	file = open(path, O_RDWR | O_CLOEXEC);
+	if (file < 0)
+		return errno == ENOENT;
+	len = read(file, &answer, 1);
+	close(file);
 	snprintf(path, sizeof path, "%s/%s.taken", folder ? folder : "", name);
 	file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 	if (len != 1 || file < 0 || write(file, &answer, 1) != 1)
