@@ -114,12 +114,14 @@ check an_on_demand_restore_with_a_balloon_in_use on_demand
 # The guest boots again while its balloon is full: its driver fills it anew, as its own count of pages says.
 inflated_itself() { guest e "awk '/^balloon_inflate / { print int(\$2 / 256) }' /proc/vmstat" && [ "$(cat $T/out)" -ge $1 ]; }
 reboots() {
-  remote e resize --balloon 96M && wait_until 60 actual_is e 96 || return 1
-  remote e reboot && wait_until $WAIT_S says e "GUEST-READY 1 vcpus" && wait_until 120 inflated_itself 96 || { cat $T/out; return 1; }
-  wait_until 20 actual_is e 96 && wait_until 30 below e 160 || { echo "$(counter e actual_bytes) bytes, $(blocks e) MiB of 160 at most"; return 1; }
-  guest e 'busybox mount -o remount,size=95% /tmp; head -c 16777216 /dev/urandom >/tmp/keep; sha256sum </tmp/keep >/tmp/keep.sum' && wait_until 20 has_statistics e || return 1
-  remote e resize --balloon 0 && wait_until 60 actual_is e 0 || return 1
-  guest e 'head -c 88080384 /dev/zero | tr "\0" "w" >/tmp/fill; tr -d w </tmp/fill | wc -c' || return 1
+  remote e resize --balloon 96M && wait_until 60 actual_is e 96 || { echo "not full: $(counter e actual_bytes) bytes"; return 1; }
+  remote e reboot && wait_until $WAIT_S says e "GUEST-READY 1 vcpus" || { echo "not booted"; return 1; }
+  wait_until 120 inflated_itself 96 || { echo "of 96 MiB the driver has filled:"; cat $T/out; return 1; }
+  wait_until 60 actual_is e 96 && wait_until 60 below e 160 || { echo "$(counter e actual_bytes) bytes, $(blocks e) MiB of 160 at most"; return 1; }
+  guest e 'busybox mount -o remount,size=95% /tmp; head -c 16777216 /dev/urandom >/tmp/keep; sha256sum </tmp/keep >/tmp/keep.sum' || { cat $T/out; return 1; }
+  wait_until 60 has_statistics e || { echo "no statistics"; remote e counters; return 1; }
+  remote e resize --balloon 0 && wait_until 60 actual_is e 0 || { echo "not empty: $(counter e actual_bytes) bytes"; return 1; }
+  guest e 'head -c 88080384 /dev/zero | tr "\0" "w" >/tmp/fill; tr -d w </tmp/fill | wc -c' || { cat $T/out; return 1; }
   [ "$(cat $T/out)" = 0 ] && guest e "rm /tmp/fill; $kept"
 }
 check a_reboot_with_a_full_balloon reboots

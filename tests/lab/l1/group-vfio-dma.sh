@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # A passed-through device that does DMA and can be moved (QEMU's edu, by a VFIO driver of ours): after a move
 # and after a restore the device and the processor find the same in every page, also in those that became
 # zero while memory was on its way.

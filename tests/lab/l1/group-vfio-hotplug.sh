@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # Devices that come and go while a Debian guest runs: a passed-through NVMe disk, for which memory is mapped
 # when it comes and unmapped when it goes, and a virtio disk and network device. Content is compared on both
 # sides.

@@ -54,7 +54,7 @@ fn limit() -> Duration {
 }
 
 /// How long it attacks where nothing else is said.
-const SECONDS: u64 = 20;
+const SECONDS: u64 = 8;
 /// For all that a test does beside.
 const MORE_TIME: Duration = Duration::from_mins(3);
 /// How long it attacks between moves, and after a restore.

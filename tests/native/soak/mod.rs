@@ -3,7 +3,7 @@
 //! while connections are cut, either side cancels, is stopped or killed, and guests reset. After each
 //! there is one guest, every page of it is right, it continues, and nothing is left behind.
 //!
-//! `scripts/soak` runs it for as long as wanted; without it five minutes are made, beside other tests. Each
+//! `scripts/soak` runs it for as long as wanted; without it two minutes are made, beside other tests. Each
 //! migration prints its seed, by which it is repeated.
 //!
 //! Owns the campaign, whose turn it is, and the summary. Must never know how a migration goes: `moving` does.
@@ -35,7 +35,7 @@ use crate::harness::taps::Tap;
 use crate::harness::{HugePages, Suite, beside, is_root, skip};
 
 /// Minutes of the short form, which begins with a seed of the commit.
-const SHORT_MINUTES: u64 = 5;
+const SHORT_MINUTES: u64 = 2;
 /// The seed where there is no commit.
 const SHORT_SEED: u64 = 1;
 /// Beyond the time that a campaign was given: the last migrations, with all that may go wrong in them.
