@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # Debian guests return memory with their own balloon driver: inflate, deflate, free page
 # reporting, out of memory, statistics; and what a migration, a snapshot and a reboot make of it.
 . ./lib.sh

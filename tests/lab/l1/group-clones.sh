@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A Debian guest that was moved is saved and restored twice: its kernel is told of each restore by the
 # generation ID, seeds its random numbers anew, and the two copies draw others; it is not told of the move.

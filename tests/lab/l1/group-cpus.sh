@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # vCPUs that come and go under a Debian guest: added, used, ejected and added again; in between the guest reboots, moves
 # in both modes, and is saved and restored.

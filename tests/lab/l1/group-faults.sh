@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # A Debian guest moved in postcopy on the kernel's own KVM, whose vCPUs bring their pages themselves
 # (fault_source=sigbus with a BPF program) on request; not by themselves (auto), and not
 # where the VMM has no right to load the program.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # A disk that firmware reaches, and one Debian guest with one vCPU: boot, console, disk, network, pause, reboot, power button.
 . ./lib.sh
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # limit_s: 1200
 # A Debian guest that is shown Hyper-V: a program in it uses the clock, the pages and the timer that KVM has for Windows,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A Debian guest whose root disk, network device and a second disk are behind a virtual IOMMU: each is in a group, what
 # it reads and writes is right, and there is no fault; disks come and go in a segment behind the IOMMU; a process of the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A Debian guest that gets more memory while it runs as memory devices of ACPI: it adds them by itself, uses them, and
 # keeps them with their contents over a move and a restore; it has them again after a reboot.

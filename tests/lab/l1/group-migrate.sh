@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # One Debian guest with two vCPUs, moved between VMMs on this machine with its disk and network in use:
 # in precopy, in postcopy, and in postcopy by a page server, whose VMM has ended by then.
 . ./lib.sh

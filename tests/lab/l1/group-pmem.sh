@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A Debian guest with persistent memory, by its own virtio-pmem driver: a file system on it, writes that are in the
 # file of the host and writes that are discarded, a reboot, hot-plug, moves and a restore.

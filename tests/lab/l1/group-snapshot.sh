@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A Debian guest with two vCPUs is saved with its disk and network in use, its VMM killed, and the
 # guest restored by another VMM: first in one go, then, from a second snapshot, on demand.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# metal
 # takes_turns
 # A TPM that swtpm implements, under a Debian guest: what it has measured moves with the guest in both modes and by a
 # snapshot, commands that run meanwhile get their answers, a reboot starts it anew, and its loss leaves the guest running.

@@ -21,8 +21,25 @@ must() {
   shift
   if "$@"; then ok $must_name; return 0; fi
   failed $must_name "$*"
+  looks
   figures
   exit 1
+}
+# looks: what of the guest still goes on, for who reads why a check failed: its threads' ticks of a processor, its datagrams
+# and lines of its stream, twice, and whether it answers a minute later.
+looks() {
+  [ -n "${guest_vm:-}" ] || return 0
+  for time in first second; do
+    echo "$time look: $(wc -l <$T/ticks) datagrams, $(wc -l <$T/stream) lines"
+    for task in /proc/$(cat $T/$guest_vm.pid)/task/*; do
+      echo "$(cat $task/comm) $(awk '{ print $3, $14, $15 }' $task/stat) $(cat $task/wchan)"
+    done
+    sleep 5
+  done
+  GUEST_S=60 guest $guest_vm "cat /proc/interrupts" && cat $T/out
+  remote $guest_vm nmi
+  sleep 5
+  tail -n 5 $T/$guest_vm.console
 }
 now_us() { bash -c 'echo ${EPOCHREALTIME/./}'; }
 

@@ -5,7 +5,7 @@ WAIT_S=${WAIT_S:-240}
 # QEMU's emulation (10.0) delivers an interrupt that KVM injects a second time now and then, whatever the guest's
 # interrupt flag says. Linux takes a lock in its handler of asynchronous page faults, and stops for good there.
 CMDLINE="console=hvc0 quiet panic=5 no-kvmapf"
-ROOT_DISK=/dev/nvme0n1
+ROOT_DISK=${ROOT_DISK:-/dev/nvme0n1}
 T=/tmp/lab
 mkdir -p $T
 
