@@ -29,4 +29,4 @@ group() {
 }
 group guest
 group migrate
-group snapshot
+group faults

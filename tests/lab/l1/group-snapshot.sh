@@ -54,8 +54,9 @@ clock_is_right() {
 }
 # A debugger finds the kernel's own description, which says by how much its addresses are shifted.
 dumped() {
+  guest a 'uname -r' && release=$(cat $T/out) || return 1
   remote a pause && remote a coredump file://$T/core || return 1
-  timeout 120 crash --osrelease $T/core >$T/release && [ "$(cat $T/release)" = "$(uname -r)" ] || { cat $T/release; return 1; }
+  timeout 120 crash --osrelease $T/core >$T/release && [ "$(cat $T/release)" = "$release" ] || { cat $T/release; return 1; }
   head -c 131072 $T/core | grep -q '^KERNELOFFSET=[0-9a-f]' || return 1
   rm $T/core && remote a resume
 }
