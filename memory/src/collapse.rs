@@ -15,10 +15,10 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use process_facts::usable_processors;
 use stoppable_thread::StoppableThread;
 
 use crate::populate::THP_BYTES;
@@ -349,7 +349,7 @@ impl Collapse {
         if regions.is_empty() {
             return Ok(None);
         }
-        let processors = thread::available_parallelism().map_or(1, usize::from);
+        let processors = usable_processors();
         let work = Arc::new(Work::new(regions, threads_beside_guest(vcpus, processors)));
         let mut threads = Vec::new();
         for _ in 0..work.threads {

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::pipe;
 use std::os::fd::AsRawFd;
 use std::sync::mpsc;
+use std::thread;
 
 use super::*;
 use crate::host::testing::smaps_bytes;

@@ -8,7 +8,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::cpu_set::CPUS_MAX;
+use process_facts::CPUS_MAX;
 
 /// The host's `/sys` and `/proc`; other directories in tests only.
 #[derive(Debug, Clone)]

@@ -70,7 +70,6 @@ mod backing;
 mod backing_error;
 mod collapse;
 mod config;
-mod cpu_set;
 mod dirty;
 mod discards;
 mod file_lock;
@@ -102,6 +101,7 @@ mod zone_file;
 mod zone_kind;
 
 pub use page_bitmap::PageBitmap;
+pub use process_facts::CpuSet;
 
 pub use ahead::{HostMemory, HugePagePool};
 pub use available::check_available;
@@ -110,7 +110,6 @@ pub use backing::sealed_file;
 pub use backing_error::BackingError;
 pub use collapse::{Collapse, CollapseEnd, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
-pub use cpu_set::{CPUS_MAX, CpuSet};
 pub use dirty::DeviceDirtyLog;
 pub use holds::PageHold;
 pub use homes::Homes;

@@ -7,9 +7,9 @@
 //! cpuset or a service manager) is never taken.
 
 use std::num::NonZeroUsize;
-use std::thread;
 
-use crate::cpu_set::CpuSet;
+use process_facts::{CpuSet, usable_processors};
+
 use crate::host::Host;
 
 /// Upper limit of threads, requested or not; hosts with more CPUs are rare, and memory limits them first.
@@ -60,7 +60,7 @@ pub fn threads_beside_guest(vcpus: u32, processors: usize) -> usize {
 /// is one for each CPU of the node, or, where a cgroup gives the process less time than its CPUs have, as many as
 /// that is worth, shared likewise. At least one each, and at most one per chunk.
 pub fn share_threads(loads: &[Load], requested: Option<NonZeroUsize>) -> Vec<usize> {
-    let available = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let available = usable_processors();
     let quota = (available < allowed_cpus().len()).then_some(available);
     share(loads, requested.map(NonZeroUsize::get).or(quota))
 }

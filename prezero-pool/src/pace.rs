@@ -7,7 +7,6 @@
 //! The rate is halved at each busy look and grows by half at each calm one. Must never let a host that
 //! cannot be judged pass for a calm one.
 
-use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -171,7 +170,7 @@ fn stalled_us(text: &str) -> Option<u64> {
 
 /// Whether more tasks want to run than there are processors, for kernels without pressure figures.
 fn is_loaded() -> bool {
-    let processors = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let processors = process_facts::usable_processors();
     let text = std::fs::read_to_string(LOAD).unwrap_or_default();
     runnable(&text).is_none_or(|runnable| runnable > processors)
 }

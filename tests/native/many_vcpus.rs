@@ -87,7 +87,7 @@ fn moved(mut source: Vmm, fault_source: &str) -> Vmm {
     println!("     {fault_source}: {told:?}, {background} pages, {asked} for vCPUs that waited");
     assert_eq!(last["faults"]["source"], fault_source, "{last}");
     assert!((background + asked) * 4096 >= WRITTEN_BYTES, "{last}");
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let processors = process_facts::usable_processors();
     if usize::try_from(VCPUS).is_ok_and(|vcpus| vcpus > processors * CROWD) {
         assert!(background > asked, "the background got no share of the processors: {last}");
     }

@@ -238,8 +238,7 @@ fn nice_for(vcpus: u32, threads: u32, processors: u32) -> libc::c_int {
 
 /// Processors that this process may use; 1 if that is not known.
 fn processors() -> u32 {
-    let known = std::thread::available_parallelism().map_or(1, usize::from);
-    u32::try_from(known).unwrap_or(u32::MAX)
+    u32::try_from(process_facts::usable_processors()).unwrap_or(u32::MAX)
 }
 
 /// Sets the niceness of the calling thread, as far as this process may.

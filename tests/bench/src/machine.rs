@@ -11,7 +11,7 @@ pub fn name() -> String {
             .find_map(|line| Some(line.strip_prefix(name)?.split_once(':')?.1.trim().to_owned()))
             .unwrap_or_else(|| "?".to_owned())
     };
-    let cpus = std::thread::available_parallelism().map_or(0, usize::from);
+    let cpus = process_facts::usable_processors();
     let kib: u64 = field("/proc/meminfo", "MemTotal")
         .split_ascii_whitespace()
         .next()

@@ -83,7 +83,7 @@ pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Erro
 /// Measures with the pace that the pool has by default while the host is busy.
 fn neighbours(vmm: &Path, runs: usize, samples: &mut Samples) -> Result<(), Box<dyn Error>> {
     let pool = Pool::start(vmm, &[8192], "bandwidth = '2G'\nreuse = 'same-user'")?;
-    let cpus = std::thread::available_parallelism()?.get();
+    let cpus = process_facts::usable_processors();
     for _ in 0..runs {
         samples.busy.push(loss(&pool, cpus)?);
         samples.beside.push(loss(&pool, (cpus - 1).max(1))?);

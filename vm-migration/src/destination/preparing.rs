@@ -156,8 +156,7 @@ impl Preparing {
 
 /// Number of threads that this host has to spare.
 pub(super) fn spare_threads() -> usize {
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
+    (process_facts::usable_processors() / PROCESSORS_PER_THREAD).min(THREADS_MAX)
 }
 
 fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Unpopulated) {

@@ -70,6 +70,5 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 /// Default number of threads that read or write memory: enough to keep a fast disk busy while some
 /// compute checksums.
 pub fn default_threads() -> usize {
-    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (2 * cpus).clamp(4, 16)
+    (2 * process_facts::usable_processors()).clamp(4, 16)
 }
