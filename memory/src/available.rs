@@ -9,8 +9,10 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
+
+use process_facts::{Cgroups, groups_in};
 
 use crate::host::Host;
 use crate::region::RamRegion;
@@ -195,11 +197,10 @@ impl Host {
     fn cgroup_available(&self) -> Vec<(PathBuf, u64)> {
         let root = self.sys.join("fs/cgroup");
         let membership = Self::read(&self.proc.join("self/cgroup")).unwrap_or_default();
-        let Some(own) = membership.lines().find_map(|line| line.strip_prefix("0::/")) else {
+        let Some(own) = Cgroups::of(&membership).unified() else {
             return Vec::new();
         };
-        let of_group = |relative: &Path| {
-            let group = root.join(relative);
+        let of_group = |group: PathBuf| {
             let file = group.join("memory.max");
             // "max" is not a number, and means no limit.
             let limit = Self::number(&file)?;
@@ -213,7 +214,7 @@ impl Host {
             let files = files.fold(0, u64::saturating_add);
             Some((file, limit.saturating_sub(used.saturating_sub(files))))
         };
-        Path::new(own).ancestors().filter_map(of_group).collect()
+        groups_in(&root, own).filter_map(of_group).collect()
     }
 }
 
@@ -222,6 +223,7 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use std::fs;
+    use std::path::Path;
 
     use super::*;
 

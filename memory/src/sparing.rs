@@ -71,7 +71,7 @@ impl Host {
         }
         // It may be mounted where this process does not see it.
         let groups = Self::read(&self.proc.join("self/cgroup"));
-        groups.is_none_or(|groups| groups.lines().any(|group| group.starts_with("0::")))
+        groups.is_none_or(|groups| process_facts::Cgroups::of(&groups).unified().is_some())
     }
 }
 

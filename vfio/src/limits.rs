@@ -8,10 +8,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use process_facts::{CGROUP_ROOT, Cgroups, Status, groups_in};
+use rustix::process::{Resource, getrlimit};
+
 use super::error::PinError;
 
 const TYPE1_ENTRIES: &str = "/sys/module/vfio_iommu_type1/parameters/dma_entry_limit";
-const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// Bit of CAP_IPC_LOCK in a capability set, which lifts RLIMIT_MEMLOCK.
 const CAP_IPC_LOCK: u32 = 14;
 
@@ -27,37 +29,24 @@ pub struct LockedMemory {
 impl LockedMemory {
     /// The current values for type 1, which counts per process.
     pub fn of_this_process() -> Self {
-        Self::counted_by("VmLck:")
+        Self::counted_by("VmLck")
     }
 
     /// The current values for iommufd. It counts all processes of the user together, which cannot be read:
     /// the memory pinned by this process is a lower bound.
     pub fn for_iommufd() -> Self {
-        Self::counted_by("VmPin:")
+        Self::counted_by("VmPin")
     }
 
     fn counted_by(counter: &str) -> Self {
-        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: the kernel writes one rlimit, which lives across the call.
-        let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } == 0;
-        let limited = known && limit.rlim_cur != libc::RLIM_INFINITY && !may_lock(&status);
+        let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let status = Status::of(&text);
+        let limit_bytes = getrlimit(Resource::Memlock).current;
         Self {
-            limit_bytes: limited.then_some(limit.rlim_cur),
-            used_bytes: field(&status, counter)
-                .and_then(|text| text.strip_suffix("kB")?.trim().parse::<u64>().ok())
-                .map_or(0, |kib| kib.saturating_mul(1024)),
+            limit_bytes: limit_bytes.filter(|_| !status.has_capability(CAP_IPC_LOCK)),
+            used_bytes: status.bytes(counter).unwrap_or(0),
         }
     }
-}
-
-fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
-}
-
-fn may_lock(status: &str) -> bool {
-    let effective = field(status, "CapEff:").and_then(|text| u64::from_str_radix(text, 16).ok());
-    effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 != 0)
 }
 
 /// All limits on DMA mappings; `None` means none known.
@@ -122,11 +111,10 @@ impl DmaLimits {
 }
 
 fn lowest_cgroup_limit(root: &Path, membership: &str) -> Option<(u64, PathBuf)> {
-    let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let own = Cgroups::of(membership).unified()?;
     let mut lowest: Option<(u64, PathBuf)> = None;
-    // Each ancestor counts its children as well.
-    for relative in Path::new(own).ancestors() {
-        let path = root.join(relative).join("memory.max");
+    for group in groups_in(root, own) {
+        let path = group.join("memory.max");
         let limit = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse::<u64>().ok());
         if let Some(limit) =
             limit.filter(|limit| lowest.as_ref().is_none_or(|(low, _)| limit < low))
@@ -159,14 +147,6 @@ mod tests {
         assert!(text(10, 7 * GIB + 1, 0).contains("LimitMEMLOCK"));
         assert!(text(10, 7 * GIB, 6 * GIB + 1).contains("/sys/fs/cgroup/a/memory.max"));
         assert!(DmaLimits::default().check(u64::MAX, u64::MAX, u64::MAX).is_ok());
-    }
-
-    #[test]
-    fn the_capability_lifts_the_limit() {
-        assert!(may_lock("Name:\tx\nCapEff:\t000001ffffffffff\n"));
-        assert!(!may_lock("CapEff:\t000001ffffffbfff\n"));
-        assert!(!may_lock(""));
-        assert_eq!(field("VmLck:\t    12 kB\n", "VmLck:"), Some("12 kB"));
     }
 
     #[test]

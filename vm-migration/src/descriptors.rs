@@ -8,6 +8,8 @@
 use std::io;
 use std::os::fd::RawFd;
 
+use rustix::process::{Resource, getrlimit};
+
 use crate::options::{CONNECTIONS_MAX, MemoryMode, URGENT_CONNECTIONS_MAX};
 
 /// Descriptors that are left for all else that a migration and a machine open.
@@ -27,8 +29,7 @@ pub(crate) fn room(wanted: u16) -> u16 {
         return wanted.min(room);
     }
     let wanted = wanted.min(USEFUL_MAX);
-    let Some(limit) = limit() else { return wanted };
-    room_in(&free_numbers(usize::from(wanted) + SPARE), limit, wanted)
+    room_in(&free_numbers(usize::from(wanted) + SPARE), limit(), wanted)
 }
 
 /// The same by numbers that are free, of which those below the limit are allowed.
@@ -37,12 +38,9 @@ fn room_in(free: &[RawFd], limit: u64, wanted: u16) -> u16 {
     u16::try_from(allowed.saturating_sub(SPARE)).unwrap_or(wanted).min(wanted)
 }
 
-/// The first number that no descriptor of this process may have; `None` if that cannot be asked.
-fn limit() -> Option<u64> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writes one structure, which lives during the call, and changes no limit.
-    let done = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    (done == 0).then_some(limit.rlim_cur)
+/// The first number that no descriptor of this process may have.
+fn limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 /// The lowest numbers that no descriptor has, as many as there are up to `count`.
@@ -137,7 +135,7 @@ mod tests {
         let taken = file.as_raw_fd();
         let free = free_numbers(300);
         assert!(free.len() == 300 && free.is_sorted() && !free.contains(&taken), "{free:?}");
-        let limit = limit().unwrap();
+        let limit = limit();
         assert!(u64::try_from(taken).unwrap() < limit, "one that exists is below it");
         assert_eq!(room(2), 2);
     }

@@ -52,5 +52,4 @@ mod json_text;
 mod testing;
 
 pub use control::{RunError, run};
-pub use memory::CpuSet;
 pub use options::{ExitReason, VmmOptions};

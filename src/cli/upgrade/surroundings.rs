@@ -17,8 +17,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use process_facts::{CGROUP_ROOT, Cgroups, CpuSet, Status};
 use thiserror::Error;
-use vmm::CpuSet;
 use vmm::api::successor::NOTIFY_SOCKET;
 
 use super::process::child_has_ended;
@@ -28,9 +28,6 @@ const ENTERED: [&str; 5] = ["cgroup", "ipc", "net", "uts", "mnt"];
 
 /// Namespaces that are those of the program that starts a process.
 const SAME: [&str; 2] = ["user", "pid"];
-
-/// Where control groups are.
-const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// Time that systemd has to say what it knows of a unit.
 const MANAGER_TIME: Duration = Duration::from_secs(3);
@@ -123,17 +120,9 @@ fn read(pid: i32, name: &str) -> Result<Vec<u8>, SurroundingsError> {
 
 /// The effective user and groups in the text of `/proc/PID/status`.
 fn user(status: &str) -> Option<User> {
-    let numbers = |key: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
-        line.split_ascii_whitespace().map(|word| word.parse().ok()).collect::<Option<Vec<u32>>>()
-    };
-    let (uids, gids) = (numbers("Uid:")?, numbers("Gid:")?);
-    Some(User { uid: *uids.get(1)?, gid: *gids.get(1)?, groups: numbers("Groups:")? })
-}
-
-/// The path of the unified control group in the text of `/proc/PID/cgroup`.
-fn group(text: &str) -> Option<&str> {
-    text.lines().find_map(|line| line.strip_prefix("0::"))
+    let status = Status::of(status);
+    let (uid, gid) = (status.effective("Uid")?, status.effective("Gid")?);
+    Some(User { uid, gid, groups: status.numbers("Groups")? })
 }
 
 /// The variables in `/proc/PID/environ`.
@@ -192,8 +181,7 @@ struct Service<'a> {
 /// The service whose control group is in the text of `/proc/PID/cgroup`, which has the group of each hierarchy. That of a user's
 /// service manager is a slice among others.
 fn service(text: &str) -> Option<Service<'_>> {
-    text.lines().find_map(|line| {
-        let group = line.splitn(3, ':').nth(2)?;
+    Cgroups::of(text).paths().find_map(|group| {
         let (above, below) = group.rsplit_once(".slice/").unwrap_or(("", group));
         let unit = below.split('/').find(|name| name.ends_with(".service"))?;
         Some(Service { unit, is_of_user: above.contains("/user@") })
@@ -202,8 +190,7 @@ fn service(text: &str) -> Option<Service<'_>> {
 
 /// Whether a service manager has started a process itself, as far as its parent shows that.
 fn is_started_by_manager(status: &str) -> bool {
-    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
-    let parent = line.map_or("", str::trim);
+    let parent = Status::of(status).field("PPid").unwrap_or_default();
     let name = fs::read_to_string(format!("/proc/{parent}/comm")).unwrap_or_default();
     name.trim_end() == "systemd"
 }
@@ -273,10 +260,11 @@ fn role(
 fn cgroup(pid: i32) -> Result<(Option<File>, Option<String>), SurroundingsError> {
     let text = |of: &str| fs::read_to_string(format!("/proc/{of}/cgroup")).unwrap_or_default();
     let (theirs, ours) = (text(&pid.to_string()), text("self"));
-    let Some(theirs) = group(&theirs).filter(|theirs| Some(*theirs) != group(&ours)) else {
+    let [theirs, ours] = [&theirs, &ours].map(|text| Cgroups::of(text).unified());
+    let Some(theirs) = theirs.filter(|_| theirs != ours) else {
         return Ok((None, None));
     };
-    match File::options().write(true).open(format!("{CGROUPS}{theirs}/cgroup.procs")) {
+    match File::options().write(true).open(format!("{CGROUP_ROOT}{theirs}/cgroup.procs")) {
         Ok(file) => Ok((Some(file), None)),
         Err(error) => {
             if let Some(service) = service(&format!("0::{theirs}")) {
@@ -383,7 +371,7 @@ impl Surroundings {
         let mut environment = variables(&read(pid, "environ")?);
         let groups = text(read(pid, "cgroup")?);
         if let Some(service) = service(&groups) {
-            let can_be_told = group(&groups).is_some()
+            let can_be_told = Cgroups::of(&groups).unified().is_some()
                 && environment.iter().any(|(name, _)| name == NOTIFY_SOCKET);
             let is_started_by_manager = is_started_by_manager(&status);
             match role(ask_manager(service), is_started_by_manager, can_be_told, pid) {
@@ -429,8 +417,6 @@ mod tests {
         let status = "Name:\tx\nUid:\t1\t2\t3\t4\nGid:\t5\t6\t7\t8\nGroups:\t9 10 \n";
         assert_eq!(user(status), Some(User { uid: 2, gid: 6, groups: vec![9, 10] }));
         assert_eq!(user("Uid:\t1\t2\nGid:\tx\n"), None);
-        assert_eq!(group("3:cpu:/a\n0::/b/c.service\n"), Some("/b/c.service"));
-        assert_eq!(group("3:cpu:/a\n"), None);
         for (text, unit, is_of_user) in [
             ("0::/system.slice/vm@a.service\n", "vm@a.service", false),
             ("0::/system.slice/agent.service/vm\n", "agent.service", false),

@@ -14,8 +14,8 @@ use super::kvm::KvmFacts;
 use super::limits::LimitFacts;
 use super::memory::MemoryFacts;
 use super::net::NetFacts;
-use super::parsing::Rights;
 use super::passthrough::PassthroughFacts;
+use super::rights::Rights;
 use crate::config::VmConfig;
 use crate::machine::{Host, ahead};
 

@@ -5,16 +5,18 @@
 //! Owns how many threads and descriptors a VM takes at least, and with some room. Both are estimates: what is refused for
 //! certain is below the lower one.
 
+use std::path::Path;
+
 use memory::CpuSet;
+use process_facts::{CGROUP_ROOT, Cgroups, groups_in, unified_cpu_quota};
 use rustix::process::{Resource, getrlimit};
 
 use super::definitions as of;
 use super::finding::Finding;
 use super::host_files::HostFiles;
-use super::parsing::{Rights, cgroups, cpu_max_milli};
+use super::rights::Rights;
 use crate::config::VmConfig;
 
-const CGROUPS: &str = "/sys/fs/cgroup";
 /// What cgroups of version 1 have for no limit, rounded down to a page.
 const UNLIMITED_FROM: u64 = i64::MAX as u64 / 4096 * 4096;
 
@@ -39,29 +41,29 @@ pub struct LimitFacts {
 
 impl LimitFacts {
     pub fn read(files: &HostFiles, rights: &Rights) -> Self {
-        let (unified, others) = cgroups(&files.text("/proc/self/cgroup").unwrap_or_default());
-        let groups = unified.iter().flat_map(|path| ancestors(path));
-        let groups: Vec<String> = groups.map(|path| format!("{CGROUPS}{path}")).collect();
-        let lowest = |of: &dyn Fn(&str) -> Option<Limited>| {
-            groups.iter().filter_map(|group| of(group)).min_by_key(|(value, _)| *value)
+        let text = files.text("/proc/self/cgroup").unwrap_or_default();
+        let cgroups = Cgroups::of(&text);
+        let folders = |root: &str, path: &str| -> Vec<String> {
+            let folders = groups_in(Path::new(root), path);
+            folders.map(|folder| folder.display().to_string()).collect()
         };
-        let threads = |group: &str| {
+        let threads = |group: String| {
             let file = format!("{group}/pids.max");
             let used = files.number(&format!("{group}/pids.current")).unwrap_or(0);
             Some((files.number(&file)?.saturating_sub(used), file))
         };
-        let cpu = |group: &str| {
-            let file = format!("{group}/cpu.max");
-            Some((cpu_max_milli(&files.text(&file)?)?, file))
-        };
-        let memory_v1 = others.iter().find(|(controller, _)| controller == "memory");
-        let memory_v1 = memory_v1.and_then(|(_, path)| {
-            let of_group = |path: String| {
-                let file = format!("{CGROUPS}/memory{path}/memory.limit_in_bytes");
+        let unified = cgroups.unified().map(|path| folders(CGROUP_ROOT, path));
+        let threads = unified.into_iter().flatten().filter_map(threads);
+        let read = |file: &Path| files.text(file.to_str()?);
+        let quota = unified_cpu_quota(cgroups, &read);
+        let memory_v1 = cgroups.with_controller("memory").and_then(|(_, path)| {
+            let of_group = |group: String| {
+                let file = format!("{group}/memory.limit_in_bytes");
                 let bytes = files.number(&file).filter(|bytes| *bytes < UNLIMITED_FROM)?;
                 Some((bytes, file))
             };
-            ancestors(path).into_iter().filter_map(of_group).min_by_key(|(bytes, _)| *bytes)
+            let groups = folders(&format!("{CGROUP_ROOT}/memory"), path);
+            groups.into_iter().filter_map(of_group).min_by_key(|(bytes, _)| *bytes)
         });
         let cpus = CpuSet::of_thread(0)
             .map_or(1, |set| u32::try_from(set.cpus().len()).unwrap_or(u32::MAX));
@@ -71,17 +73,11 @@ impl LimitFacts {
             open_files: getrlimit(Resource::Nofile).maximum,
             // The kernel does not count those of root.
             user_threads: getrlimit(Resource::Nproc).current.filter(|_| rights.user != 0),
-            threads: lowest(&threads),
-            cpu_milli: lowest(&cpu),
+            threads: threads.min_by_key(|(left, _)| *left),
+            cpu_milli: quota.map(|quota| (quota.milli, quota.file.display().to_string())),
             memory_v1,
         }
     }
-}
-
-/// A path and all paths above, without the slash that ends the topmost.
-fn ancestors(path: &str) -> Vec<String> {
-    let all = std::path::Path::new(path).ancestors().filter_map(|path| path.to_str());
-    all.map(|path| path.trim_end_matches('/').to_owned()).collect()
 }
 
 /// Numbers of what a VM takes.

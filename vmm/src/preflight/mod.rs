@@ -13,7 +13,7 @@
 //! | `common` | what the processors of several reports have in common |
 //! | `definitions` | every check, and every lack with what it costs and what mends it |
 //! | `host_files` | reading `/proc`, `/sys` and `/dev` |
-//! | `parsing` | what their texts say |
+//! | `rights` | what this process is allowed |
 //! | `facts` | all that is read |
 //! | `kernel`, `kvm`, `faults`, `memory`, `passthrough`, `net`, `devices`, `limits` | the judgement of each subject |
 //! | `arrival` | the same for a VM that arrives in a migration |
@@ -34,10 +34,10 @@ mod kvm;
 mod limits;
 mod memory;
 mod net;
-mod parsing;
 mod passthrough;
 #[cfg(test)]
 mod reference;
+mod rights;
 #[cfg(test)]
 mod tests;
 mod text;

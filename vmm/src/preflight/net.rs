@@ -11,7 +11,7 @@ use devices::virtio::net::{TapError, TapOutlook};
 use super::definitions as of;
 use super::finding::{Finding, Lack};
 use super::host_files::HostFiles;
-use super::parsing::{CAP_NET_ADMIN, Rights};
+use super::rights::{CAP_NET_ADMIN, Rights};
 use crate::config::{NetConfig, VmConfig};
 use crate::machine::ahead;
 
