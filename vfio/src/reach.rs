@@ -8,25 +8,24 @@
 
 use std::fs;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
 
 use ioas::{HYPERTRANSPORT, HostReach, Unreachable};
 
 use crate::error::VfioError;
-use crate::sysfs::{HostPlace, path_of_node};
+use crate::sysfs::HostPlace;
 
 const LEAVE_OUT: &str = "; start the VM with --memory high_hole=hypertransport, which leaves these guest \
                          addresses without memory";
 
 /// What the host says of the I/O addresses of a function, which need not be open.
 pub fn reach_of(place: &HostPlace) -> HostReach {
-    path_of(place).map_or_else(HostReach::unknown, |path| HostReach::in_sysfs(&path))
+    place.directory().map_or_else(HostReach::unknown, |path| HostReach::in_sysfs(&path))
 }
 
 /// Bytes of guest addresses that the BARs of a function may take, with what aligning them may leave free: each is
 /// aligned to its length.
 pub fn bars_bytes_of(place: &HostPlace) -> u64 {
-    let text = path_of(place).and_then(|path| fs::read_to_string(path.join("resource")).ok());
+    let text = place.directory().and_then(|path| fs::read_to_string(path.join("resource")).ok());
     bars_bytes(&text.unwrap_or_default())
 }
 
@@ -39,14 +38,6 @@ impl From<Unreachable> for VfioError {
             }
             Unreachable::Beyond { iova: gpa, last } => Self::BeyondIommu { gpa, last },
         }
-    }
-}
-
-/// The function's directory in sysfs, if it is known.
-fn path_of(place: &HostPlace) -> Option<PathBuf> {
-    match place {
-        HostPlace::Sysfs(path) | HostPlace::Prepinned { path, .. } => Some(path.clone()),
-        HostPlace::Descriptor(node) => path_of_node(node),
     }
 }
 

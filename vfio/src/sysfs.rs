@@ -41,12 +41,23 @@ impl HostPlace {
         }
     }
 
+    /// The function's directory in sysfs, if it is known.
+    pub(super) fn directory(&self) -> Option<PathBuf> {
+        match self {
+            Self::Sysfs(path) | Self::Prepinned { path, .. } => Some(path.clone()),
+            Self::Descriptor(node) => node_directory(Path::new(CHARACTER_DEVICES), node),
+        }
+    }
+
+    /// The directory in sysfs of the function's IOMMU group, without symbolic links; `None` if it is in none, or the host does
+    /// not say.
+    pub fn group(&self) -> Option<PathBuf> {
+        self.directory()?.join("iommu_group").canonicalize().ok()
+    }
+
     /// Whether the host knows how to reset the function alone.
     pub fn has_reset(&self) -> bool {
-        match self {
-            Self::Sysfs(path) | Self::Prepinned { path, .. } => has_reset(path),
-            Self::Descriptor(node) => path_of_node(node).is_some_and(|path| has_reset(&path)),
-        }
+        self.directory().is_some_and(|path| has_reset(&path))
     }
 }
 
@@ -68,6 +79,8 @@ pub(super) struct SysfsFunction {
     pub group: String,
 }
 
+/// Links to all character devices of the host, by their numbers.
+const CHARACTER_DEVICES: &str = "/sys/dev/char";
 /// The bus of mediated devices: devices that a host driver emulates, or parts of one.
 const MEDIATED_BUS: &str = "mdev";
 const NO_DRIVER: &str = "no driver";
@@ -119,11 +132,15 @@ pub fn group_of(path: &Path) -> Option<(String, Vec<GroupMember>)> {
     Some((number, members))
 }
 
-/// Directory in sysfs of the function that has this open character device.
-pub(super) fn path_of_node(node: &OwnedFd) -> Option<PathBuf> {
-    let number = File::from(node.try_clone().ok()?).metadata().ok()?.rdev();
+/// Directory in sysfs of the function that has this open character device; `devices` has a link for each of the host.
+fn node_directory(devices: &Path, node: &OwnedFd) -> Option<PathBuf> {
+    let metadata = File::from(node.try_clone().ok()?).metadata().ok()?;
+    if !metadata.file_type().is_char_device() {
+        return None;
+    }
+    let number = metadata.rdev();
     let name = format!("{}:{}", libc::major(number), libc::minor(number));
-    Path::new("/sys/dev/char").join(name).join("device").canonicalize().ok()
+    devices.join(name).join("device").canonicalize().ok()
 }
 
 /// Whether an open file is the character device of the function at `path`.
@@ -184,6 +201,28 @@ mod tests {
         assert!(!knows(), "all were taken away");
         fs::write(root.as_path().join("reset_method"), "flr bus\n").unwrap();
         assert!(knows());
+    }
+
+    #[test]
+    fn a_descriptor_leads_to_the_function_and_its_group() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let root = root.as_path().canonicalize().unwrap();
+        let (device, group) = (root.join("0000:00:03.0"), root.join("iommu_groups/7"));
+        for folder in [device.join("vfio-dev/vfio3"), group.clone(), root.join("char")] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        symlink(&group, device.join("iommu_group")).unwrap();
+        symlink(&device, device.join("vfio-dev/vfio3/device")).unwrap();
+        symlink(device.join("vfio-dev/vfio3"), root.join("char/1:3")).unwrap();
+        let of = |path: &str| {
+            let node = OwnedFd::from(File::open(path).unwrap());
+            node_directory(&root.join("char"), &node)
+        };
+        assert_eq!(of("/dev/null"), Some(device.clone()));
+        assert_eq!(of("/dev/zero"), None, "another device");
+        assert_eq!(of("/proc/self/status"), None, "no device");
+        assert_eq!(HostPlace::Sysfs(device).group(), Some(group));
+        assert_eq!(HostPlace::Sysfs(root).group(), None);
     }
 
     #[test]

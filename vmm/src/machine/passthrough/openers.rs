@@ -15,7 +15,9 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::backend::real_place;
+use vfio::HostPlace;
+
+use super::backend::{place_of, real_place};
 use crate::config::DeviceConfig;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
 
@@ -62,14 +64,21 @@ impl Drop for EndMark {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OpenerPlace {
     place: String,
-    /// Its IOMMU group, if it has one and was given by path.
+    /// Its IOMMU group, if it is known.
     group: Option<PathBuf>,
 }
 
 impl OpenerPlace {
     pub(super) fn of(config: &DeviceConfig) -> Self {
-        let group = config.path.as_ref().map(|path| path.join("iommu_group").canonicalize());
-        Self { place: real_place(config), group: group.and_then(Result::ok) }
+        Self::with_group(config, HostPlace::group)
+    }
+
+    fn with_group(
+        config: &DeviceConfig,
+        group: impl FnOnce(&HostPlace) -> Option<PathBuf>,
+    ) -> Self {
+        let group = place_of(config).ok().and_then(|place| group(&place));
+        Self { place: real_place(config), group }
     }
 
     /// Whether both are of one device.
@@ -133,7 +142,10 @@ pub(super) fn wait_for(ends: &[OpenerEnd], cancel: &CancelToken) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
+    use crate::config::ConfigFd;
 
     fn place(place: &str, group: Option<&str>) -> OpenerPlace {
         OpenerPlace { place: place.to_owned(), group: group.map(PathBuf::from) }
@@ -153,6 +165,23 @@ mod tests {
         assert_eq!(count(place("/gpu", None)), 0);
         left.add([]);
         assert!(left.0.lock().is_empty(), "it is forgotten");
+    }
+
+    #[test]
+    fn a_device_given_by_its_descriptor_is_in_the_group_that_the_host_names() {
+        let node = std::fs::File::open("/dev/null").expect("a character device");
+        let number = node.metadata().map(|metadata| metadata.rdev()).expect("a number");
+        let mut config: DeviceConfig =
+            serde_json::from_value(serde_json::json!({"id": "gpu"})).expect("a configuration");
+        config.fd = Some(ConfigFd::received(node.into()));
+        let given = OpenerPlace::with_group(&config, |place| {
+            let HostPlace::Descriptor(node) = place else { return None };
+            let node = std::fs::File::from(node.try_clone().ok()?);
+            (node.metadata().ok()?.rdev() == number).then(|| PathBuf::from("/groups/7"))
+        });
+        assert!(given.excludes(&place("/gpu-audio", Some("/groups/7"))));
+        assert!(!given.excludes(&place("/nic", Some("/groups/8"))));
+        assert!(OpenerPlace::of(&config).group.is_none(), "this one is in none");
     }
 
     #[test]
