@@ -365,6 +365,12 @@ mod tests {
         }
     }
 
+    /// 8-4-4-4-12 digits.
+    fn usual_form(uuid: [u8; 16]) -> String {
+        let digits = format!("{:032x}", u128::from_be_bytes(uuid));
+        [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]).join("-")
+    }
+
     /// An independent reader, where it is installed.
     #[test]
     fn dmidecode_reads_the_tables() {
@@ -399,8 +405,23 @@ mod tests {
 
     proptest! {
         #[test]
-        fn uuid_text_never_panics(text in ".{0,40}") {
-            let _ = parse_uuid(&text);
+        fn a_uuid_is_read_in_its_usual_form_and_no_other(
+            uuid: [u8; 16], at in 0_usize..36, other in any::<char>(), anything in ".{0,40}",
+        ) {
+            let usual = usual_form(uuid);
+            prop_assert_eq!(parse_uuid(&usual).unwrap(), uuid);
+            prop_assert_eq!(parse_uuid(&usual.to_ascii_uppercase()).unwrap(), uuid);
+            let mut changed = usual.clone();
+            changed.replace_range(at..=at, &other.to_string());
+            for text in [&usual[..at], &changed, &anything] {
+                match parse_uuid(text) {
+                    Ok(read) => prop_assert_eq!(usual_form(read), text.to_ascii_lowercase()),
+                    Err(error) => {
+                        let quoted = format!("{text:?}");
+                        prop_assert!(error.to_string().contains(&quoted), "{error}");
+                    }
+                }
+            }
         }
 
         #[test]

@@ -141,8 +141,20 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_or_refused(text in ".*") {
-            let _ = parse(&text);
+        fn only_pairs_of_digits_are_read_and_come_back_without_zeros(
+            text in prop_oneof!["([0-9a-fA-F]{2}){0,20}(00){0,3}", "[0-9a-fA-F]{0,9}", ".*"],
+        ) {
+            let is_hexadecimal =
+                text.len().is_multiple_of(2) && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+            let blob = parse(&text);
+            prop_assert_eq!(blob.is_some(), is_hexadecimal, "{}", text);
+            if let Some(blob) = blob {
+                let back: String = serde_json::from_value(serde_json::json!(blob)).unwrap();
+                let (head, zeros) = text.split_at(back.len());
+                prop_assert_eq!(back, head.to_ascii_lowercase());
+                prop_assert!(!head.ends_with("00"), "{}", head);
+                prop_assert!(zeros.bytes().all(|digit| digit == b'0'), "{}", zeros);
+            }
         }
     }
 }

@@ -368,9 +368,26 @@ proptest! {
     }
 
     #[test]
-    fn nonsense_as_a_page_set_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+    fn nonsense_as_a_page_set_is_refused_or_is_a_set(
+        bytes in prop::collection::vec(prop_oneof![6 => 0..4_u8, 1 => any::<u8>()], 0..40),
+        more: u8,
+    ) {
         let maps = [PageBitmap::new(100), PageBitmap::new(7)];
-        let _ = runs::decode(&bytes, &maps);
+        match runs::decode(&bytes, &maps) {
+            Ok(()) => {
+                let encoded = runs::encode(&maps);
+                prop_assert!(encoded.len() <= bytes.len(), "{encoded:?}");
+                let back = empty_like(&maps);
+                runs::decode(&encoded, &back).unwrap();
+                for (one, other) in maps.iter().zip(&back) {
+                    prop_assert!(one.runs().eq(other.runs()));
+                    prop_assert!(one.runs().all(|run| run.end <= one.len()));
+                }
+                let longer = [&bytes[..], &[more]].concat();
+                prop_assert!(runs::decode(&longer, &empty_like(&maps)).is_err());
+            }
+            Err(error) => prop_assert!(error.to_string().contains("pending pages"), "{error}"),
+        }
     }
 
     #[test]
