@@ -15,8 +15,8 @@ use crate::capabilities::{self, word};
 use crate::config::ShadowConfig;
 use crate::error::VfioError;
 use crate::migration::{
-    Hardware, HardwareState, MigrationError, MigrationPort, MigrationSupport, NotMigratable,
-    VfioState,
+    DeviceState, Hardware, HardwareState, MigrationError, MigrationPort, MigrationSupport,
+    NotMigratable, VfioState,
 };
 use pci::MsixError;
 use pci::register;
@@ -73,6 +73,11 @@ impl VfioPciDevice {
     /// Whether the function has stopped, so that its DMA writes are complete.
     pub fn is_stopped(&self) -> bool {
         self.migration.is_stopped()
+    }
+
+    /// Whether it is known to be in this state. Does not wait for a step of another thread.
+    pub fn is_known_in(&self, state: DeviceState) -> bool {
+        self.migration.is_known_in(state)
     }
 
     /// Estimated length in bytes of the hardware state.
@@ -166,9 +171,10 @@ impl VfioPciDevice {
     fn put_in_here(&self, state: &VfioState) -> Result<(), MigrationError> {
         self.check_movable()?;
         let raw = self.raw_config();
-        let mut config = self.config.lock();
+        let config = self.config.lock();
         state.hardware.check(&Hardware::of(&raw, &config.bars()))?;
         let registers = config.restored(&state.registers)?;
+        drop(config);
         match (self.interrupts.msix(), &state.msix) {
             (Some(msix), Some(saved)) => msix.check(saved)?,
             (None, None) => {}
@@ -181,12 +187,10 @@ impl VfioPciDevice {
         self.gate.wait()?;
         // From the beginning: a reset would lose what it takes.
         self.host.set_in_use(true);
-        let complete = || self.complete(&mut config, registers, &raw, state);
+        // Not locked in the calls before and after, which may hang: whoever takes the function from the guest then needs it.
+        let complete = || self.complete(&mut self.config.lock(), registers, &raw, state);
         let put = self.migration.load(&state.state, complete);
-        put.inspect_err(|error| {
-            drop(config);
-            self.mark_lost_if_failed(error);
-        })
+        put.inspect_err(|error| self.mark_lost_if_failed(error))
     }
 
     /// Restores the emulated part, after the hardware has its state but before it has completed the
@@ -198,6 +202,10 @@ impl VfioPciDevice {
         raw: &[u8],
         state: &VfioState,
     ) -> Result<(), MigrationError> {
+        // Under the lock, so that nothing is written to one that is taken from the guest meanwhile.
+        if self.is_lost() {
+            return Err(NotMigratable::Lost.into());
+        }
         config.take(registers);
         for (at, bytes) in config.write(register::COMMAND, &state.command.to_le_bytes()) {
             self.host.write_config(at, &bytes);

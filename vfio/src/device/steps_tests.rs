@@ -6,8 +6,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use pci::{PciDevice as _, PciDeviceState, register};
 
 use super::VfioPciDevice;
 use crate::fakes::FakeFunction;
@@ -31,6 +33,27 @@ fn until(is_so: impl Fn() -> bool) {
     while !is_so() {
         thread::yield_now();
     }
+}
+
+/// A function that is stopped and may reach memory, and the state of another one, which its driver uses.
+fn before_restore() -> (Rig, PciDeviceState) {
+    let [there, here] = [rig(), rig()];
+    for rig in [&there, &here] {
+        rig.gate.open();
+    }
+    there.device.write_config(register::COMMAND, &[0x06, 0]);
+    for rig in [&there, &here] {
+        rig.device.stop().unwrap();
+    }
+    (here, there.device.save().unwrap())
+}
+
+/// Restores a state on another thread, which comes to a call, and returns why it cannot.
+fn restoring(rig: &Rig, state: PciDeviceState, call: &str) -> JoinHandle<String> {
+    let device = Arc::clone(&rig.device);
+    let restoring = thread::spawn(move || error_text::chain(&device.restore(&state).unwrap_err()));
+    until(|| rig.device.call().is_some_and(|now| now.to_string().contains(call)));
+    restoring
 }
 
 fn resets(rig: &Rig) -> u32 {
@@ -121,4 +144,36 @@ fn one_that_has_failed_is_left_while_its_thread_resets_it() {
     assert!(reader.join().unwrap().is_some());
     assert!(rig.device.is_disarmed());
     assert_eq!(resets(&rig), 1, "once is enough");
+}
+
+#[test]
+fn one_that_hangs_at_the_end_of_its_load_is_left_without_a_wait() {
+    let (rig, state) = before_restore();
+    let gate = hang(&rig, FakeHang::Into(DeviceState::Stop));
+    let closed = gate.lock();
+    let restoring = restoring(&rig, state, "from state RESUMING to STOP");
+    let device = Arc::clone(&rig.device);
+    let leaving = thread::spawn(move || device.leave());
+    let end = Instant::now() + Duration::from_secs(20);
+    until(|| leaving.is_finished() || Instant::now() > end);
+    assert!(leaving.is_finished(), "it waits for the call");
+    assert_eq!(leaving.join().unwrap(), "its way from state RESUMING to STOP");
+    assert_eq!(resets(&rig), 0);
+    drop(closed);
+    let error = restoring.join().unwrap();
+    assert!(error.contains("was left behind"), "{error}");
+    assert!(resets(&rig) == 1 && !rig.host.is_bus_master());
+}
+
+#[test]
+fn one_that_is_lost_while_it_takes_its_state_is_not_set_to_work() {
+    let (rig, state) = before_restore();
+    let gate = hang(&rig, FakeHang::Write);
+    let closed = gate.lock();
+    let restoring = restoring(&rig, state, "bytes of its state");
+    rig.device.lose();
+    drop(closed);
+    let error = restoring.join().unwrap();
+    assert!(error.contains("gone for the guest"), "{error}");
+    assert!(!rig.host.is_bus_master(), "it reaches no memory");
 }

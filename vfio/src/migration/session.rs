@@ -167,6 +167,11 @@ impl Migration {
         self.locked().is_ok_and(|state| !works(state))
     }
 
+    /// Whether this is the function's state, as far as that is known without waiting for another thread.
+    pub fn is_known_in(&self, state: DeviceState) -> bool {
+        !self.is_left() && self.state.try_lock().is_some_and(|now| *now == state)
+    }
+
     /// Enters `RunningP2p`. No effect if the function is stopped or does not support it.
     ///
     /// # Errors
