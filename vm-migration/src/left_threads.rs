@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads of migrations that are over, in a call of a device that has not returned.
+//! Threads that nothing waits for any more, in a call of a device that has not returned.
 //!
 //! Owns how many there are in this process. Nothing can end such a call: the thread waits in the kernel, and ends by itself if
 //! the call ever returns. Must never be waited for.
@@ -9,15 +9,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// How many threads of earlier migrations are still in the call of a device. There is at most one for each device, as one
-/// that hangs is migrated no more.
+/// How many such threads there are. There is at most one for each device, as one that hangs is asked nothing more.
 pub fn left_threads() -> usize {
     LEFT.load(Ordering::Relaxed)
 }
 
 /// How far the thread of a device has come. Locked with what it is part of.
 #[derive(Debug, Default)]
-pub(crate) struct Stay {
+pub struct Stay {
     /// When its current call into the device began.
     pub called: Option<std::time::Instant>,
     /// It uses nothing of its device any more.
@@ -28,13 +27,14 @@ pub(crate) struct Stay {
 
 impl Stay {
     /// How long its current call takes, if that is so long at least.
-    pub(crate) fn hangs(&self, limit: std::time::Duration) -> Option<std::time::Duration> {
+    #[must_use]
+    pub fn hangs(&self, limit: std::time::Duration) -> Option<std::time::Duration> {
         let took = self.called?.elapsed();
         (!self.has_ended && took >= limit).then_some(took)
     }
 
     /// Leaves it behind.
-    pub(crate) fn leave(&mut self, name: &str) {
+    pub fn leave(&mut self, name: &str) {
         if !self.has_ended && !self.is_left {
             self.is_left = true;
             let count = LEFT.fetch_add(1, Ordering::Relaxed) + 1;
@@ -45,7 +45,7 @@ impl Stay {
     }
 
     /// Notes its end.
-    pub(crate) fn end(&mut self, name: &str) {
+    pub fn end(&mut self, name: &str) {
         self.called = None;
         self.has_ended = true;
         if self.is_left {

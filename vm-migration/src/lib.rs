@@ -114,7 +114,7 @@ pub use cancel::Cancel;
 pub use document::{Mode, ProgressDocument};
 pub use error::{Cause, GuestLocation, MigrationError, Side};
 pub use history::History;
-pub use left_threads::left_threads;
+pub use left_threads::{Stay, left_threads};
 pub use migration_check::{CheckFinding, MigrationCheck, MigrationForecast};
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,

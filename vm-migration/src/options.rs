@@ -182,8 +182,16 @@ impl Default for Limits {
 impl Limits {
     /// How long the call of a device at the destination may take: less than the source waits for any byte
     /// ([`PREPARE_TIMEOUT`]), so that it is the destination that ends the migration, with the name of the device.
-    pub(crate) fn device_call(&self) -> Duration {
+    #[must_use]
+    pub fn device_call(&self) -> Duration {
         self.prepare / 10 * 9
+    }
+
+    /// The same for what a device does with the last of its state, while the source waits for the acknowledgement
+    /// ([`ANSWER_TIMEOUT`]).
+    #[must_use]
+    pub fn last_device_call(&self) -> Duration {
+        self.answer / 10 * 9
     }
 
     /// How long a destination may be silent that has so much memory to map, may populate it, and cannot say that it

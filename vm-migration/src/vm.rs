@@ -235,7 +235,7 @@ pub trait SourceVm: Sized + Send {
     /// Stops the vCPUs and then everything else that writes guest memory, completed requests included;
     /// nothing writes it afterwards. Data written to disks is on stable storage before
     /// [`PausedVm::state_json`] returns, because the destination reads it. A machine that was paused before
-    /// stays paused.
+    /// stays paused. May end with an error once the migration is cancelled, and has to before long.
     ///
     /// # Errors
     /// The running machine and the reason.

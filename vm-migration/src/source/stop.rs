@@ -17,11 +17,13 @@ use super::precopy::{Copied, RemainingMemory};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
 use super::switch::Switch;
-use super::{Context, PhaseFailure};
+use super::{Context, PhaseFailure, check_cancel};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
 use crate::vm::{DirtyLog, SourceVm, Throttle};
+
+const PAUSING: &str = "pausing the guest";
 
 /// The guest is stopped, and only the state is left to send before it can run at the destination.
 pub(crate) struct Stopped<V: SourceVm> {
@@ -51,7 +53,14 @@ impl<V: SourceVm> Copied<V> {
         let vm = match vm.pause() {
             Ok(paused) => paused,
             Err((vm, reason)) => {
-                let failure = Failure::new("pausing the guest", Cause::Vm(reason));
+                let failure = match check_cancel(context.cancel, PAUSING) {
+                    // What was being done then may say of a device that it is lost.
+                    Err(cancelled) => {
+                        log::warn!("{PAUSING}: {}", error_text::chain(&*reason));
+                        cancelled
+                    }
+                    Ok(()) => Failure::new(PAUSING, Cause::Vm(reason)),
+                };
                 return Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure));
             }
         };

@@ -275,6 +275,22 @@ fn a_cancel_in_any_phase_leaves_the_guest_at_the_source() {
     }
 }
 
+/// A device may keep the machine from stopping before long, or at all.
+#[test]
+fn a_stop_that_fails_after_a_cancel_was_cancelled() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Nothing);
+    let cancel = Cancel::new().unwrap();
+    let observer = Box::new(CancelAt(Phase::Stop, cancel.clone()));
+    let progress = Arc::new(Progress::observed(Side::Source, observer));
+    let options = rig.options(&target);
+    let failure = *migrate(rig.vm(Inject::Pause), &options, &progress, &cancel).unwrap_err();
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
+    rig.assert_continues(&mut vm);
+    target.join().unwrap_err();
+}
+
 #[test]
 fn a_cancel_at_the_destination_is_told_to_the_source() {
     let rig = Rig::new(MemoryMode::Precopy);

@@ -245,12 +245,17 @@ impl Vmm {
         self.refuse_without_all_pages()
     }
 
-    /// Resumes the live machine, on a thread if locks have to be taken again or disks checked for free
-    /// space.
+    /// Resumes the live machine, on a thread if locks have to be taken again, disks checked for free
+    /// space or passed-through devices set running.
     pub(super) fn resume_live_for(&mut self, responder: Responder) {
         let may_wait = match self.machine_mut() {
             Ok(machine) => {
-                machine.is_paused() && (machine.lacks_exclusive() || machine.check_room().is_err())
+                let waits = || {
+                    machine.lacks_exclusive()
+                        || machine.check_room().is_err()
+                        || machine.has_stopped_devices()
+                };
+                machine.is_paused() && waits()
             }
             Err(error) => return responder.answer(Err(error)),
         };

@@ -114,14 +114,16 @@ fn chain(error: &MigrationError) -> String {
 
 /// Limits of the stop: the requested downtime or the one that convergence has come to allow, and never more
 /// time than the migration has left.
-fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
+fn stop_limits(options: &SendOptions, progress: &Arc<Progress>, cancel: &Cancel) -> StopLimits {
     let (asked, progress) = (options.downtime, Arc::clone(progress));
     let downtime = move || {
         asked.max(Duration::from_micros(progress.snapshot().allowed_downtime_us.unwrap_or(0)))
     };
     let is_limited = options.timeout_strategy == TimeoutStrategy::Cancel;
     let until = Instant::now().checked_add(options.timeout).filter(|_| is_limited);
-    StopLimits { downtime: Box::new(downtime), until }
+    let cancel = cancel.clone();
+    let is_cancelled = Box::new(move || cancel.is_cancelled());
+    StopLimits { downtime: Box::new(downtime), until, is_cancelled }
 }
 
 fn send_machine(
@@ -131,7 +133,7 @@ fn send_machine(
     progress: &Arc<Progress>,
     cancel: &Cancel,
 ) -> SendEnd {
-    let limits = stop_limits(options, progress);
+    let limits = stop_limits(options, progress, cancel);
     let leaving = match LeavingMachine::new(machine, page_server, limits) {
         Ok(leaving) => leaving,
         Err((machine, error)) => {

@@ -128,7 +128,9 @@ pub use inspect::{FunctionInfo, SeenDevice, StoppedMemoryWork};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use meters::MachineMeters;
-pub use passthrough::{DeviceStateReader, PassthroughError, StateApart, WaitsFor, WithheldStatus};
+pub use passthrough::{
+    CallLimits, DeviceStateReader, PassthroughError, Patience, StateApart, WaitsFor, WithheldStatus,
+};
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use queued::has_free_buffers;
@@ -473,7 +475,7 @@ impl Machine {
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.passthrough.check_movable(&config)?;
-        parts.passthrough.stop()?;
+        parts.passthrough.stop_within(&Patience::within(CallLimits::of_arrival()))?;
         // On threads of its own; contents that arrive meanwhile are kept.
         parts.passthrough.map_beside();
         let discarding = parts.devices.discarding_devices();
@@ -530,6 +532,11 @@ impl Machine {
     /// Whether the machine is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
+    }
+
+    /// Whether a passed-through device has stopped that [`Self::resume`] sets running, which takes as long as its driver does.
+    pub fn has_stopped_devices(&self) -> bool {
+        self.parts.passthrough.has_stopped()
     }
 
     /// Whether the machine can be migrated or saved.

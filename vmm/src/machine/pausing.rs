@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use devices::virtio::PendingPause;
 use hypervisor::ThreadsError;
 
+use super::passthrough::{CallLimits, Patience};
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
 use crate::config::vm::IOMMU_ID;
@@ -108,14 +109,20 @@ impl VirtioDevices {
     }
 }
 
+/// How long each passed-through device is waited for, whatever time the others have: one that has not stopped by then cannot
+/// go on as before either.
+fn patience(is_cancelled: &dyn Fn() -> bool) -> Patience<'_> {
+    Patience { limits: CallLimits::default(), is_cancelled }
+}
+
 impl Machine {
     /// Pauses the vCPUs and everything else that writes guest memory. Devices have `within` to finish their
     /// requests, and once more for those that the guest makes meanwhile.
     ///
     /// # Errors
     /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`] says
-    /// that `is_cancelled`; or a vCPU or passed-through device cannot be stopped. The machine is in its
-    /// earlier state, except that in a machine that was paused already, the passed-through devices that
+    /// that `is_cancelled`; or a vCPU or passed-through device cannot be stopped. A device that hangs is waited for longer,
+    /// as [`CallLimits`] say, and lost to the guest. The machine is in its earlier state, except that in a machine that was paused already, the passed-through devices that
     /// could be stopped stay stopped.
     pub fn pause(
         &mut self,
@@ -146,7 +153,7 @@ impl Machine {
     ) -> Result<(), MachineError> {
         if self.paused {
             // The devices may have changed since the pause, and the caller relies on no further writes.
-            return Ok(self.parts.passthrough.stop()?);
+            return Ok(self.parts.passthrough.stop_within(&patience(is_cancelled))?);
         }
         let early = match queued {
             Queued::Stays => self.parts.devices.begin_early_pause(),
@@ -192,7 +199,7 @@ impl Machine {
         within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<PausingDevices, MachineError> {
-        self.parts.passthrough.stop()?;
+        self.parts.passthrough.stop_within(&patience(is_cancelled))?;
         let late = self.parts.devices.begin_pause();
         late.wait(within, is_cancelled)?;
         Ok(late)

@@ -61,6 +61,8 @@ pub struct StopLimits {
     pub downtime: Box<dyn Fn() -> Duration + Send>,
     /// When the migration is cancelled by its timeout.
     pub until: Option<Instant>,
+    /// Whether it is cancelled.
+    pub is_cancelled: Box<dyn Fn() -> bool + Send>,
 }
 
 impl StopLimits {
@@ -146,7 +148,8 @@ impl LeavingMachine {
             Ok(memory) => Arc::new(memory),
             Err(error) => return Err((machine, error)),
         };
-        let limits = StopLimits { downtime: Box::new(|| Duration::ZERO), until: None };
+        let (downtime, is_cancelled) = (Box::new(|| Duration::ZERO), Box::new(|| false));
+        let limits = StopLimits { downtime, until: None, is_cancelled };
         let (page_server, disk_writer, reader) = (None, None, Reader::Own(Formats::default()));
         Ok(Self { machine, memory, page_server, disk_writer, reader, limits, apart: Vec::new() })
     }
@@ -331,10 +334,11 @@ impl SourceVm for LeavingMachine {
         let mut leaving = self;
         let ran_before = !leaving.machine.is_paused();
         let within = leaving.limits.devices();
+        let is_cancelled = &*leaving.limits.is_cancelled;
         let paused = match leaving.reader {
-            Reader::Own(_) => leaving.machine.pause(within, &|| false),
+            Reader::Own(_) => leaving.machine.pause(within, is_cancelled),
             // What it would find in the queues it would serve even if the guest goes on here.
-            Reader::CloudHypervisor53(_) => leaving.machine.pause_when_served(within, &|| false),
+            Reader::CloudHypervisor53(_) => leaving.machine.pause_when_served(within, is_cancelled),
         };
         if let Err(error) = paused {
             return Err((leaving, error.into()));

@@ -79,6 +79,7 @@ const OF_MACHINE: &[&str] = &[
     "drop-cache",
     "discard-vm",
     "open-device",
+    "mig-state",
 ];
 
 /// Threads started by one that builds, changes or continues a machine.
@@ -174,7 +175,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "main": OF_MAIN, starts &[&["http-server", "metrics-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
         "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "resize-memory", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
-        "restore-wait", "disk-writer", "trace-probe"]],
+        "restore-wait", "disk-writer", "trace-probe", "mig-state"]],
         "the VMM thread; it starts all other threads, directly or not";
     "log": &[&FILES], starts &[], "writes lines to a file or a pipe";
     "event-monitor": &[&FILES, &CONNECTIONS], starts &[],
@@ -265,7 +266,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "resize-vcpus": BUILD, starts MACHINE, "adds vCPUs to a machine";
     "resize-memory": BUILD, starts MACHINE, "adds memory to a machine";
     "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[&["write-back"]], "writes the dirty pages of disk images to storage";
-    "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
+    "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "mig-state", "vcpu",
         "write-back", "disk-writer"]],
         "saves a machine's state";
     "snapshot-write": &[&FILES, &OPEN, &NAMES, &MEMORY, &VFIO_REQUESTS], starts &[&["snapshot-mem",
@@ -287,11 +288,11 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "discard-vm"]],
         "owns the machine of an outgoing migration, and starts the page server, which inherits its filter";
-    "migration-recv": RECEIVE, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive", "mig-state",
+    "migration-recv": RECEIVE, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
         "mig-resolve", "mig-look", "mig-connect", "mig-alive", "mig-check"]], "owns the machine of an incoming migration";
     "mig-send": MOVE, starts &[&["mig-look"]], "sends memory over one connection";
-    "mig-state": MOVE, starts &[], "reads or writes the state of a passed-through device";
+    "mig-state": MOVE, starts &[&["vfio-unmask"]], "stops and continues passed-through devices, and reads and writes their states";
     "mig-connect": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[&["mig-resolve"]],
         "opens a connection";

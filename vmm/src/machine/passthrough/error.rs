@@ -103,6 +103,21 @@ pub enum PassthroughError {
     /// The VM is to end, or the addition of the device was cancelled.
     #[error("the operation was cancelled before all passed-through devices were ready")]
     Cancelled,
+    /// A device whose call into the kernel does not return, and to which it is left.
+    #[error(
+        "the device '{id}' hangs: {doing} has not ended within {waited_s} s; it and its thread are left behind"
+    )]
+    Hangs {
+        /// Id of the device.
+        id: String,
+        /// The call.
+        doing: String,
+        /// How long it takes already.
+        waited_s: u64,
+    },
+    /// No thread could be started that may wait for a device.
+    #[error("there is no thread for the calls of passed-through devices")]
+    NoThread(#[source] std::io::Error),
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]
     Stop {

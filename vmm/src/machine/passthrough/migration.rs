@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migration of passed-through devices, and their part in a pause: they stop, move and continue.
+//! Migration of passed-through devices: which of them cannot be migrated, and why.
 //!
-//! Owns the order for all devices together: none may reach another that has stopped, so all are
-//! quiescent before the first stops, and before the first works again; one that cannot be stops first. Says which devices cannot be migrated,
-//! and why. Only the device knows what its state means.
+//! Owns that, what their hardware states add up to, and the report of a device that is lost. Only the device knows what its
+//! state means.
 
 use std::sync::Arc;
 
 use pci::{Bdf, PciDevice as _};
 use vfio::DmaLog;
 use vfio::VfioPciDevice;
-use vfio::migration::{MigrationError, STATE_LEN_BYTES_MAX};
+use vfio::migration::STATE_LEN_BYTES_MAX;
 
 use super::outcome::{SharedDeviceList, unmap_if_unused};
 use super::{Passthrough, PassthroughError};
@@ -20,9 +19,6 @@ use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 use crate::machine::ram;
 use crate::machine::state::hardware_state_len_bytes_max;
-
-/// A step that is applied to every device before the next one.
-type Step = fn(&VfioPciDevice) -> Result<(), MigrationError>;
 
 /// Refuses to migrate or save a machine if its configuration alone shows that a device cannot be.
 ///
@@ -100,7 +96,7 @@ impl Passthrough {
     }
 
     /// Whether a device that stops could be accessed by another: also by one that cannot be moved, and so continues.
-    fn one_would_be_reached(&self) -> bool {
+    pub(super) fn one_would_be_reached(&self) -> bool {
         let devices = || self.devices.iter().map(|(_, device)| device);
         let continues =
             |device: &Arc<VfioPciDevice>| !device.is_lost() && device.movable().is_err();
@@ -111,18 +107,9 @@ impl Passthrough {
     }
 
     /// Devices that can be moved without `RUNNING_P2P`, and all others.
-    fn by_p2p(&self) -> (Vec<&Arc<VfioPciDevice>>, Vec<&Arc<VfioPciDevice>>) {
+    pub(super) fn by_p2p(&self) -> (Vec<&Arc<VfioPciDevice>>, Vec<&Arc<VfioPciDevice>>) {
         let devices = self.devices.iter().map(|(_, device)| device);
         devices.partition(|device| device.movable().is_ok_and(|support| !support.p2p))
-    }
-
-    /// Applies the steps to all devices, one step after the other: first to those without `RUNNING_P2P`.
-    fn in_turn(&self, steps: [Step; 2]) -> impl Iterator<Item = (&Arc<VfioPciDevice>, Step)> {
-        let (without, others) = self.by_p2p();
-        let devices: Vec<_> = without.into_iter().chain(others).collect();
-        steps
-            .into_iter()
-            .flat_map(move |step| devices.clone().into_iter().map(move |device| (device, step)))
     }
 
     /// Why the hardware states are too large to be transferred, as far as is known before the devices stop:
@@ -149,37 +136,6 @@ impl Passthrough {
         lens().filter(|(_, len_bytes)| *len_bytes > 0).map(part).collect()
     }
 
-    /// Stops the devices, as far as they support that. The vCPUs must be stopped. Idempotent.
-    ///
-    /// # Errors
-    /// Names the device. Those that have stopped stay stopped; one that has failed is lost to the guest. If
-    /// the machine is to resume, [`Self::run`] must be called: a failed attempt must not leave the devices
-    /// of a paused machine running.
-    pub fn stop(&self) -> Result<(), PassthroughError> {
-        if self.one_would_be_reached() {
-            // They cannot be moved, and stay as they are in a pause, as all such devices do.
-            return Ok(());
-        }
-        for (device, step) in self.in_turn([VfioPciDevice::quiesce, VfioPciDevice::stop]) {
-            if let Err(source) = step(device) {
-                self.report_lost(device, &source);
-                let id = device.id().to_owned();
-                return Err(PassthroughError::Stop { id, source });
-            }
-        }
-        Ok(())
-    }
-
-    /// Resumes the devices, before the vCPUs resume. One that fails is lost to the guest.
-    pub fn run(&self) {
-        for (device, step) in self.in_turn([VfioPciDevice::wake, VfioPciDevice::run]) {
-            if let Err(error) = step(device) {
-                device.disarm();
-                self.report_lost(device, &error);
-            }
-        }
-    }
-
     /// Reports the passed-through device at `bdf` as lost to the guest, if there is one and `error` has
     /// made it so.
     pub fn report_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
@@ -188,7 +144,7 @@ impl Passthrough {
         }
     }
 
-    fn report_lost(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
+    pub(super) fn report_lost(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
         self.loss_reporter().report(device, error);
     }
 

@@ -25,8 +25,10 @@
 //! | `outcome` | what follows when memory is mapped, or cannot be |
 //! | `reach` | guest memory at addresses that the IOMMU can map |
 //! | `device_events` | error and request interrupts of the host |
-//! | `migration` | migration of devices, and their part in a pause |
+//! | `migration` | which devices can be migrated |
+//! | `stopping` | their part in a pause |
 //! | `streaming` | states of devices that are sent as bytes |
+//! | `turns` | calls for devices that may never return |
 
 mod adding;
 mod announcing;
@@ -48,7 +50,9 @@ mod prepinned;
 mod reach;
 mod slots;
 mod starting;
+mod stopping;
 mod streaming;
+mod turns;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -95,6 +99,7 @@ pub use reach::choose_high_hole;
 pub use slots::KvmBarSlots;
 pub use starting::DeviceStart;
 pub use streaming::{DeviceStateReader, StateApart};
+pub use turns::{CallLimits, Patience};
 
 /// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
@@ -428,6 +433,11 @@ impl Passthrough {
     pub fn report_waits(&self, standstill: Standstill) {
         // There is one set of vCPUs a machine.
         let _ = self.standstill.set(standstill);
+    }
+
+    /// The device at this address.
+    pub fn at(&self, bdf: Bdf) -> Option<&Arc<VfioPciDevice>> {
+        self.devices.iter().find(|(at, _)| *at == bdf).map(|(_, device)| device)
     }
 
     /// The devices with their addresses.
