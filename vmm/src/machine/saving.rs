@@ -15,7 +15,7 @@ use vfio::StateWriter;
 use vfio::migration::Hardware;
 
 use super::memory_hotplug::MemoryHotplug;
-use super::passthrough::{DeviceStateReader, StateApart};
+use super::passthrough::{DeviceStateReader, Patience, StateApart};
 use super::{
     MACHINE_STATE_VERSION, Machine, MachineError, MachineState, PciFunctionState, features,
 };
@@ -115,15 +115,16 @@ impl Machine {
         self.parts.tpm.prepare_stop(is_cancelled);
     }
 
-    /// Restores a saved state; `clock` says whether guest time has passed meanwhile. The machine stays
-    /// paused.
+    /// Restores a saved state; `clock` says whether guest time has passed meanwhile, and `patience` how long each
+    /// passed-through device may take. The machine stays paused.
     ///
     /// # Errors
-    /// Names the part that does not fit; the machine is unusable then.
+    /// Names the part that does not fit, or hangs; the machine is unusable then.
     pub fn restore(
         &mut self,
         mut state: MachineState,
         clock: ClockPolicy,
+        patience: &Patience<'_>,
     ) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
@@ -157,12 +158,17 @@ impl Machine {
             let id = function.id();
             let saved = state
                 .pci
-                .get(id)
+                .remove(id)
                 .ok_or_else(|| mismatch(format!("it has no PCI device '{id}'")))?;
             if saved.bdf != bdf.to_string() {
                 return Err(mismatch(format!("'{id}' is at {}, here at {bdf}", saved.bdf)));
             }
-            function.restore(&saved.state)?;
+            match self.parts.passthrough.at(bdf) {
+                Some(device) => {
+                    self.parts.passthrough.restore(device, saved.state, patience)?;
+                }
+                None => function.restore(&saved.state)?,
+            }
         }
         self.parts.segments.iter().for_each(|segment| segment.refresh_mappings());
         if let Some(state) = &state.pci_hotplug {

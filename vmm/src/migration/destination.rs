@@ -26,7 +26,9 @@ use super::resident::{self, KvmLimits};
 use super::{blobs, grants, updates};
 use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
-use crate::machine::{Consoles, EventSink, Host, Machine, MachineState, features};
+use crate::machine::{
+    CallLimits, Consoles, EventSink, Host, Machine, MachineState, Patience, features,
+};
 use crate::sandbox::landlock::LandlockError;
 
 /// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
@@ -314,7 +316,8 @@ impl DestinationVm for ArrivingMachine {
                 self.machine.hold_msrs(resident::hold_msrs(&mut state.vcpus));
             }
         }
-        Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)
+        let patience = Patience::within(CallLimits::of_handover());
+        Ok(self.machine.restore(state, ClockPolicy::CatchUp, &patience)?)
     }
 
     fn take_exclusive(&mut self) -> Result<(), VmError> {

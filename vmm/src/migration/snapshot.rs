@@ -31,8 +31,8 @@ use crate::config::{
     ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, SnapshotFormat, VmConfig,
 };
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
-    MachineStateError, StateJsonError, WriteBackError, features,
+    CallLimits, ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError,
+    MachineState, MachineStateError, Patience, StateJsonError, WriteBackError, features,
 };
 use crate::sandbox::landlock::LandlockError;
 
@@ -340,7 +340,9 @@ fn restore_from(
         GuestClock::CatchUp => ClockPolicy::CatchUp,
         GuestClock::Continue => ClockPolicy::Continue,
     };
-    let put = restored.machine.restore(state, clock).map_err(RestoreCause::State);
+    let is_cancelled = || cancel.is_cancelled();
+    let patience = Patience { limits: CallLimits::default(), is_cancelled: &is_cancelled };
+    let put = restored.machine.restore(state, clock, &patience).map_err(RestoreCause::State);
     if let Some(filling) = &restored.filling {
         // A page that could not be read may be the cause of the state's error.
         filling.commit()?;

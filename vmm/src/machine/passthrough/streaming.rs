@@ -7,11 +7,12 @@
 
 use std::sync::Arc;
 
-use pci::PciStateError;
+use pci::{PciDeviceState, PciStateError};
 use vfio::migration::{APART_LEN_BYTES_MAX, Hardware};
 use vfio::{StateReader, StateWriter, VfioPciDevice};
 
 use super::migration::{LossReporter, reason, refuse};
+use super::turns::{Patience, call_one};
 use super::{Passthrough, PassthroughError};
 use crate::machine::MachineError;
 
@@ -92,6 +93,22 @@ impl Passthrough {
         states.iter().map(write).collect()
     }
 
+    /// Restores the state of a device, once all memory is mapped. The machine must be paused.
+    ///
+    /// # Errors
+    /// The device refuses it, or hangs and is left behind: then the machine cannot continue here.
+    pub fn restore(
+        &self,
+        device: &Arc<VfioPciDevice>,
+        state: PciDeviceState,
+        patience: &Patience<'_>,
+    ) -> Result<(), MachineError> {
+        // Not a part of what the device takes, and it may take long.
+        self.gate.wait().map_err(PassthroughError::from)?;
+        let restore = move |device: &VfioPciDevice| pci::PciDevice::restore(device, &state);
+        Ok(call_one(device, patience, &self.loss_reporter(), restore)??)
+    }
+
     fn device_of(&self, id: &str) -> Result<&Arc<VfioPciDevice>, MachineError> {
         use pci::PciDevice as _;
         let mut devices = self.devices.iter().map(|(_, device)| device);
@@ -148,6 +165,7 @@ mod tests {
     use vfio::migration::fakes::{FakeHang, StepFailure};
 
     use super::super::migration::tests::two_devices;
+    use super::super::stopping::tests::{SHORT, comes_back, hang, in_time};
     use super::*;
 
     fn read_all(reader: &mut DeviceStateReader, part_bytes: usize) -> Vec<Vec<u8>> {
@@ -354,6 +372,44 @@ mod tests {
             let error = error_text::chain(&thread.join().unwrap().unwrap_err());
             assert!(error.contains("was left behind"), "{error}");
             assert!(device.is_disarmed());
+        }
+    }
+
+    /// Whether all of its state is here, or was written before.
+    #[test]
+    fn a_device_that_hangs_at_the_end_of_its_load_is_named_and_left() {
+        for is_apart in [false, true] {
+            let (there, _hosts) = two_devices();
+            there.stop().unwrap();
+            let (here, [one, _two]) = two_devices();
+            here.stop().unwrap();
+            here.gate.open();
+            let state = if is_apart {
+                let mut reader = there.read_states(&["one".to_owned()]).unwrap().remove(0);
+                let bytes = read_all(&mut reader, 64).concat();
+                drop(reader);
+                let hardware = there.states_apart().unwrap()[0].hardware.clone();
+                let writer = here.write_states(&[("one", hardware)]).unwrap().remove(0);
+                writer.begin().unwrap();
+                writer.write(&bytes).unwrap();
+                there.devices[0].1.save_beside(bytes.len() as u64).unwrap()
+            } else {
+                there.devices[0].1.save().unwrap()
+            };
+            let device = Arc::clone(&here.devices[0].1);
+            let gate = hang(&one, FakeHang::Into(DeviceState::Stop));
+            let closed = gate.lock();
+            let (here, error) = in_time(here, move |it| {
+                it.restore(&it.devices[0].1, state, &Patience::within(SHORT)).unwrap_err()
+            });
+            let error = error_text::chain(&error);
+            let expected = "the device 'one' hangs: its way from state RESUMING to STOP has not";
+            assert!(error.contains(expected), "{error}");
+            assert!(device.is_lost() && device.is_hung());
+            // The machine ends, and does not wait either.
+            drop(here);
+            drop(closed);
+            comes_back(&device, &one);
         }
     }
 

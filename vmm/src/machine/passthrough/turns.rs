@@ -204,3 +204,20 @@ pub(super) fn call_apart<T: Send + 'static>(
     ended.map_err(|(turn, hangs)| Unmade::Hangs(turn, hangs))?;
     Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
+
+/// Makes a call of one device in the same way.
+///
+/// # Errors
+/// As [`call_apart`].
+pub(super) fn call_one<T: Send + 'static>(
+    device: &Arc<VfioPciDevice>,
+    patience: &Patience<'_>,
+    reporter: &LossReporter,
+    call: impl FnOnce(&VfioPciDevice) -> T + Send + 'static,
+) -> Result<T, PassthroughError> {
+    let device = Arc::clone(device);
+    match call_apart(patience, reporter, move |turns| turns.take(0, &device, call))? {
+        Some(made) => Ok(made),
+        None => unreachable!("a thread that was not left has made its call"),
+    }
+}
