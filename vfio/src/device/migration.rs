@@ -187,7 +187,7 @@ impl VfioPciDevice {
         self.gate.wait()?;
         // From the beginning: a reset would lose what it takes.
         self.host.set_in_use(true);
-        // Not locked in the calls before and after, which may hang: whoever takes the function from the guest then needs it.
+        // Not locked in the calls before and after, which may hang: the thread that takes the function from the guest then needs it.
         let complete = || self.complete(&mut self.config.lock(), registers, &raw, state);
         let put = self.migration.load(&state.state, complete);
         put.inspect_err(|error| self.mark_lost_if_failed(error))

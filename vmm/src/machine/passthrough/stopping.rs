@@ -162,7 +162,7 @@ pub(super) mod tests {
         gate
     }
 
-    /// Does this on a thread, and fails if it waits for ever.
+    /// Does this on a thread, and fails if it waits forever.
     pub(in super::super) fn in_time<T: Send + 'static>(
         passthrough: Passthrough,
         body: impl FnOnce(&Passthrough) -> T + Send + 'static,
