@@ -21,24 +21,29 @@ use super::{
 };
 
 impl Machine {
-    /// Saves the state of everything except memory. The machine must be paused.
+    /// Saves the state of everything except memory. The machine must be paused. `patience` says how long each
+    /// passed-through device may take.
     ///
     /// # Errors
-    /// Names the vCPU or device, or the disk that is full: its waiting requests are in no state. Nor is it known which
+    /// Names the vCPU or device, which may hang and is lost to the guest then, or the disk that is full: its waiting requests are in no state. Nor is it known which
     /// requests of its rings a back end that was lost meanwhile has taken.
-    pub fn save(&self) -> Result<MachineState, MachineError> {
-        self.save_beside(&BTreeMap::new())
+    pub fn save(&self, patience: &Patience<'_>) -> Result<MachineState, MachineError> {
+        self.save_beside(&BTreeMap::new(), patience)
     }
 
     /// The same without the hardware states of these devices, which were read already and have these lengths.
     ///
     /// # Errors
     /// As [`Self::save`].
-    pub fn save_beside(&self, apart: &BTreeMap<&str, u64>) -> Result<MachineState, MachineError> {
+    pub fn save_beside(
+        &self,
+        apart: &BTreeMap<&str, u64>,
+        patience: &Patience<'_>,
+    ) -> Result<MachineState, MachineError> {
         self.check_room()?;
         self.parts.devices.check_back_ends()?;
         // Also those that were added since the pause, and run.
-        self.parts.passthrough.stop()?;
+        self.parts.passthrough.stop_within(patience)?;
         let clock = self.parts.vm.clock()?;
         self.parts.legacy.clock_was_read();
         let mut vcpus = Vec::new();
@@ -47,15 +52,13 @@ impl Machine {
         }
         self.parts.devices.fetch_states()?;
         let mut pci = BTreeMap::new();
-        let passed = self.parts.passthrough.devices();
+        let passthrough = &self.parts.passthrough;
         for (bdf, function) in self.pci_functions() {
-            let beside = passed.iter().find(|(at, _)| *at == bdf).map(|(_, device)| device);
-            let saved = match beside.zip(apart.get(function.id())) {
-                Some((device, len_bytes)) => device.save_beside(*len_bytes),
-                None => function.save(),
+            let state = match (passthrough.at(bdf), apart.get(function.id())) {
+                (Some(device), Some(len_bytes)) => passthrough.save_beside(device, *len_bytes)?,
+                (Some(device), None) => passthrough.save(device, patience)?,
+                (None, _) => function.save()?,
             };
-            let state =
-                saved.inspect_err(|error| self.parts.passthrough.report_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         let mut legacy = self.parts.legacy.save();

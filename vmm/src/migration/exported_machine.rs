@@ -19,7 +19,7 @@ use crate::config::VmConfig;
 use crate::export::{
     self, ExportError, Exported, Seen, check_platform, check_queued, export, layout_of,
 };
-use crate::machine::{Machine, MachineError};
+use crate::machine::{CallLimits, Machine, MachineError, Patience};
 
 /// Why a machine cannot be written as one of cloud-hypervisor.
 #[derive(Debug, Error)]
@@ -85,7 +85,7 @@ fn convert(machine: &Machine, goal: Goal) -> Result<Exported, ExportedMachineErr
     let devices = machine.seen_devices();
     let guest = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
-    let state = machine.save()?;
+    let state = machine.save(&Patience::within(CallLimits::default()))?;
     if let Goal::Sent = goal {
         check_queued(&state, &guest)?;
     }

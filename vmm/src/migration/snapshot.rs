@@ -152,7 +152,7 @@ fn take_into(
     let documents = match exported {
         None => Documents {
             config_json: serde_json::to_vec_pretty(&sparse_config(machine.config())?)?,
-            state_json: machine.save()?.to_json()?,
+            state_json: machine.save(&patience(&|| cancel.is_cancelled()))?.to_json()?,
             ranges: None,
         },
         Some(ExportedSnapshot { config_json, state_json, ranges }) => {
@@ -161,6 +161,11 @@ fn take_into(
     };
     let memory = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     write(directory, documents, memory, cancel)
+}
+
+/// How long each passed-through device may take.
+fn patience(is_cancelled: &dyn Fn() -> bool) -> Patience<'_> {
+    Patience { limits: CallLimits::default(), is_cancelled }
 }
 
 /// What is written besides memory.
@@ -340,9 +345,8 @@ fn restore_from(
         GuestClock::CatchUp => ClockPolicy::CatchUp,
         GuestClock::Continue => ClockPolicy::Continue,
     };
-    let is_cancelled = || cancel.is_cancelled();
-    let patience = Patience { limits: CallLimits::default(), is_cancelled: &is_cancelled };
-    let put = restored.machine.restore(state, clock, &patience).map_err(RestoreCause::State);
+    let put = restored.machine.restore(state, clock, &patience(&|| cancel.is_cancelled()));
+    let put = put.map_err(RestoreCause::State);
     if let Some(filling) = &restored.filling {
         // A page that could not be read may be the cause of the state's error.
         filling.commit()?;

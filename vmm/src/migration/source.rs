@@ -26,8 +26,9 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::page_server::{PageServerPlan, PageServerProcess};
 use crate::config::BalloonConfig;
 use crate::machine::{
-    INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION,
-    PLATFORMS_VERSION, ROMS_VERSION, WriteBack, WriteBackError, features,
+    CallLimits, INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION,
+    PCI_SEGMENTS_VERSION, PLATFORMS_VERSION, Patience, ROMS_VERSION, WriteBack, WriteBackError,
+    features,
 };
 use crate::platform::PlatformName;
 
@@ -386,7 +387,10 @@ impl PausedVm for PausedMachine {
         let apart = blobs::lengths(&self.apart, blobs)?;
         let state = match &self.reader {
             Reader::Own(formats) => {
-                self.machine.save_beside(&apart)?.for_reader(formats.state)?.to_json()?
+                let is_cancelled = &*self.limits.is_cancelled;
+                let patience = Patience { limits: CallLimits::default(), is_cancelled };
+                let state = self.machine.save_beside(&apart, &patience)?;
+                state.for_reader(formats.state)?.to_json()?
             }
             Reader::CloudHypervisor53(sent) => sent.state_json(&self.machine)?,
         };

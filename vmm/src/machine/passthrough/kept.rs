@@ -127,7 +127,7 @@ impl Passthrough {
         }
         // Also one that was removed.
         if let Some(device) = self.hung().first() {
-            return Err(format!("device '{}' hangs in a call of a migration", device.id()).into());
+            return Err(format!("device '{}' hangs in a call", device.id()).into());
         }
         for (_, device) in &self.devices {
             let was_lost = device.is_lost();

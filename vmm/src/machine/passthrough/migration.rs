@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use pci::{Bdf, PciDevice as _};
+use pci::PciDevice as _;
 use vfio::DmaLog;
 use vfio::VfioPciDevice;
 use vfio::migration::STATE_LEN_BYTES_MAX;
@@ -136,14 +136,6 @@ impl Passthrough {
         lens().filter(|(_, len_bytes)| *len_bytes > 0).map(part).collect()
     }
 
-    /// Reports the passed-through device at `bdf` as lost to the guest, if there is one and `error` has
-    /// made it so.
-    pub fn report_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
-        if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
-            self.report_lost(device, error);
-        }
-    }
-
     pub(super) fn report_lost(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
         self.loss_reporter().report(device, error);
     }
@@ -201,6 +193,7 @@ pub(super) mod tests {
     use std::collections::BTreeMap;
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+    use pci::Bdf;
     use pci::fakes::FakeMsiSource;
     use vfio::fakes::{FakeFunction, FakeP2p, FakeSlots, FakeTarget};
     use vfio::migration::DeviceState;

@@ -109,6 +109,32 @@ impl Passthrough {
         Ok(call_one(device, patience, &self.loss_reporter(), restore)??)
     }
 
+    /// Saves the whole state of a device, which must be stopped.
+    ///
+    /// # Errors
+    /// The device cannot be saved, or hangs and is left behind: then it is lost to the guest.
+    pub fn save(
+        &self,
+        device: &Arc<VfioPciDevice>,
+        patience: &Patience<'_>,
+    ) -> Result<PciDeviceState, MachineError> {
+        let saved = call_one(device, patience, &self.loss_reporter(), pci::PciDevice::save)?;
+        Ok(saved.inspect_err(|error| self.report_lost(device, error))?)
+    }
+
+    /// Saves the rest of its state, if the hardware's part of this length was read already.
+    ///
+    /// # Errors
+    /// The device is not stopped, or lost to the guest.
+    pub fn save_beside(
+        &self,
+        device: &VfioPciDevice,
+        len_bytes: u64,
+    ) -> Result<PciDeviceState, MachineError> {
+        let saved = device.save_beside(len_bytes);
+        Ok(saved.inspect_err(|error| self.report_lost(device, error))?)
+    }
+
     fn device_of(&self, id: &str) -> Result<&Arc<VfioPciDevice>, MachineError> {
         use pci::PciDevice as _;
         let mut devices = self.devices.iter().map(|(_, device)| device);
@@ -411,6 +437,44 @@ mod tests {
             drop(closed);
             comes_back(&device, &one);
         }
+    }
+
+    /// A snapshot fails then, and the paused machine can continue.
+    #[test]
+    fn a_device_that_hangs_while_it_is_saved_is_named_and_left() {
+        for (kind, expected) in [
+            (FakeHang::Into(DeviceState::StopCopy), "its way from state STOP to STOP_COPY"),
+            (FakeHang::Read, "reading its state beyond the first 0 bytes"),
+            (FakeHang::Into(DeviceState::Stop), "its way from state STOP_COPY to STOP"),
+        ] {
+            let (there, [one, two]) = two_devices();
+            there.stop().unwrap();
+            let device = Arc::clone(&there.devices[0].1);
+            let gate = hang(&one, kind);
+            let closed = gate.lock();
+            let (there, error) = in_time(there, move |it| {
+                it.save(&it.devices[0].1, &Patience::within(SHORT)).unwrap_err()
+            });
+            let error = error_text::chain(&error);
+            assert!(error.contains(&format!("the device 'one' hangs: {expected} has")), "{error}");
+            assert!(device.is_lost() && device.is_hung());
+            let (there, ()) = in_time(there, Passthrough::run);
+            assert_eq!(two.migration.hardware_mut().state, DeviceState::Running);
+            drop(there);
+            drop(closed);
+            comes_back(&device, &one);
+        }
+    }
+
+    #[test]
+    fn a_device_that_fails_while_it_is_saved_whole_is_reported() {
+        let (there, [one, _two]) = two_devices();
+        there.stop().unwrap();
+        one.migration.hardware_mut().failure = Some((DeviceState::StopCopy, StepFailure::Failed));
+        let patience = Patience::within(SHORT);
+        assert!(there.save(&there.devices[0].1, &patience).is_err());
+        assert!(there.devices[0].1.is_disarmed());
+        assert!(there.save(&there.devices[1].1, &patience).is_ok());
     }
 
     #[test]
