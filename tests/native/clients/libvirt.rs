@@ -171,6 +171,19 @@ impl Monitor {
         })
     }
 
+    /// The numbers of the threads, which libvirt reads as soon as a start or a restore is answered.
+    fn threads(&self) -> Vec<PathBuf> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.vmm.pid())).expect("threads");
+        tasks.map(|task| task.expect("a thread").path()).collect()
+    }
+
+    /// Each of these gets a cgroup a little later, and one that is gone has the start fail.
+    #[track_caller]
+    fn have_stayed(&self, threads: &[PathBuf]) {
+        let names = thread_names(self.vmm.pid());
+        assert!(threads.iter().all(|task| task.exists()), "{threads:?}, now {names:?}");
+    }
+
     /// What is done when a domain has started: threads get their CPUs, terminals their names.
     fn set_up(&mut self, vcpus: usize) {
         let names = thread_names(self.vmm.pid());
@@ -265,10 +278,12 @@ fn domain() {
     }
     drop(stream);
     monitor.put("vm.boot");
+    let threads = monitor.threads();
     assert_eq!(taps_of(&monitor.vmm), taps.map(Tap::close));
     monitor.wait_for_event("vm:booted");
     monitor.set_up(2);
     monitor.vmm.wait_for_heartbeat();
+    monitor.have_stayed(&threads);
     // Attached and detached while it runs.
     let tap = Tap::open();
     let mut stream = connect(&monitor.socket);
@@ -300,7 +315,9 @@ fn domain() {
     let mut stream = connect(&monitor.socket);
     let restore = json!({"source_url": url, "net_fds": nets});
     by_hand(&mut stream, "vm.restore", &restore, &fds, None);
+    let threads = monitor.threads();
     monitor.set_up(2);
+    monitor.have_stayed(&threads);
     assert_eq!(monitor.info()["state"], "Paused");
     assert_eq!(taps_of(&monitor.vmm), taps.map(Tap::close));
     monitor.put("vm.resume");

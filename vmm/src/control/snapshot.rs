@@ -19,7 +19,7 @@ use vm_migration::snapshot::{FillEnd, Filling};
 use super::inbox::Message;
 use super::pausing::TransitionKind;
 use super::starting::{EndRequest, refuse, start_cancelled};
-use super::threads::spawn_with;
+use super::threads::{LastWord, spawn_with};
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
@@ -129,6 +129,7 @@ pub struct RestoreEnd {
     resume: bool,
     prefault: bool,
     responder: Option<Responder>,
+    last: LastWord,
 }
 
 /// The on-demand restore of the live machine's memory.
@@ -309,6 +310,7 @@ impl Vmm {
                 resume: config.resume,
                 prefault: config.prefault,
                 responder,
+                last: LastWord::of_this_thread(),
             })));
         });
         match thread {
@@ -326,7 +328,8 @@ impl Vmm {
     }
 
     pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
-        let RestoreEnd { restored, resume, prefault, responder } = end;
+        let RestoreEnd { restored, resume, prefault, responder, last } = end;
+        last.wait();
         let end_requests = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Busy(busy) => busy.end_requests,
             _ => Vec::new(),

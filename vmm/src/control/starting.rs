@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::confining::Confiner;
 use super::inbox::Message;
-use super::threads::spawn_with;
+use super::threads::{LastWord, spawn_with};
 use super::{Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
@@ -120,6 +120,8 @@ pub struct StartEnd {
     result: Result<Box<Machine>, ApiError>,
     /// `None` if the command line or the guest asked for it.
     responder: Option<Responder>,
+    /// Of the thread, if there was one.
+    last: Option<LastWord>,
 }
 
 /// The error for a request to start a VM, after another request has cancelled that.
@@ -275,7 +277,8 @@ impl Vmm {
                 .confine(&config, &confiner)
                 .and_then(|()| start.machine(*config, &host, sink, &own, &progress));
             let result = result.map(Box::new);
-            inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder })));
+            let last = Some(LastWord::of_this_thread());
+            inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder, last })));
         });
         let (end_requests, until) = (Vec::new(), None);
         let starting = Starting {
@@ -296,7 +299,8 @@ impl Vmm {
             Err(((start, _, responder), error)) => {
                 // Dropping what was kept waits for the disks; so does the end of the process.
                 drop(spawn_with("discard-vm", start, drop));
-                self.started(StartEnd { result: Err(failed(&error)), responder })
+                let result = Err(failed(&error));
+                self.started(StartEnd { result, responder, last: None })
             }
         }
     }
@@ -322,7 +326,10 @@ impl Vmm {
 
     /// Handles the end of a start.
     pub(super) fn started(&mut self, end: StartEnd) -> Next {
-        let StartEnd { result, responder } = end;
+        let StartEnd { result, responder, last } = end;
+        if let Some(last) = last {
+            last.wait();
+        }
         let starting = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Starting(starting) => starting,
             other => {

@@ -2,8 +2,9 @@
 
 //! Threads that take over values owned by the VMM thread.
 //!
-//! Owns the value on its way to such a thread, which is returned if the thread cannot be started, and the time for
-//! which the VMM thread waits until one is released. Must never know what the value is.
+//! Owns the value on its way to such a thread, which is returned if the thread cannot be started, and the times for
+//! which the VMM thread waits until one is released, and until a thread that has said its result is gone. Must never
+//! know what the value is.
 
 use std::io;
 use std::sync::Arc;
@@ -32,6 +33,45 @@ pub fn spawn_with<T: Send + 'static>(
         // Only the thread takes it, and none was started.
         None => unreachable!("no thread was made"),
     })
+}
+
+/// A thread that says its result as the last thing that it does.
+///
+/// What drives this process may list its threads as soon as it has the answer to a request, and give each a cgroup and
+/// CPUs: libvirt does so when a VM has started, and takes one that is not there any more for a failure.
+#[derive(Clone, Copy, Debug)]
+pub struct LastWord(libc::pid_t);
+
+impl LastWord {
+    /// How long a thread that ends may take for it.
+    const WITHIN: Duration = Duration::from_millis(100);
+    /// Between two looks at it.
+    const PERIOD: Duration = Duration::from_micros(50);
+
+    /// Of the calling thread.
+    pub fn of_this_thread() -> Self {
+        // SAFETY: gettid has no preconditions.
+        Self(unsafe { libc::gettid() })
+    }
+
+    /// Whether the process has the thread no more. The end of a join is before that.
+    fn is_gone(self) -> bool {
+        // SAFETY: without a signal, this only looks whether there is such a thread.
+        let result = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.0, 0) };
+        result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH)
+    }
+
+    /// Waits until the thread is gone, for a tenth of a second at most.
+    pub fn wait(self) {
+        let began = Instant::now();
+        while !self.is_gone() {
+            if began.elapsed() > Self::WITHIN {
+                log::debug!("thread {} has said its result and does not end", self.0);
+                return;
+            }
+            std::thread::sleep(Self::PERIOD);
+        }
+    }
 }
 
 /// Drops a load on its own thread and waits up to `within`: the VMM thread must not block on what the drop
@@ -64,12 +104,39 @@ pub fn release_within<T: Send + 'static>(
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
     use std::sync::mpsc::Receiver;
 
     use super::*;
 
     /// Longer than any of these tests takes.
     const LONG: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_thread_that_has_said_its_result_is_gone() {
+        let folder = |thread: libc::pid_t| format!("/proc/self/task/{thread}");
+        for _ in 0..200 {
+            let (say, said) = channel();
+            let linger = Duration::from_millis(1);
+            let work = move |()| {
+                say.send(LastWord::of_this_thread()).unwrap();
+                std::thread::sleep(linger);
+            };
+            spawn_with("test", (), work).map_err(|((), error)| error).unwrap();
+            let word = said.recv().unwrap();
+            assert!(std::fs::exists(folder(word.0)).unwrap());
+            word.wait();
+            assert!(!std::fs::exists(folder(word.0)).unwrap());
+        }
+    }
+
+    #[test]
+    fn one_that_goes_on_is_not_waited_for() {
+        let began = Instant::now();
+        LastWord::of_this_thread().wait();
+        assert!((LastWord::WITHIN..LONG).contains(&began.elapsed()));
+    }
 
     /// Whose release waits for a message, or for the end of its sender.
     struct Stuck(Receiver<()>);
