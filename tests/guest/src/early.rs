@@ -2,8 +2,9 @@
 //! A guest that stays what firmware is at first: 32-bit protected mode without page tables, as PVH enters it.
 //!
 //! Says on the serial port what command line it got and, of each virtio disk, where the registers are and
-//! how many sectors it has, read from there; then it switches the machine off. Must never go beyond what
-//! 32 bits reach.
+//! how many sectors it has, read from there; then it switches the machine off. With a command line that begins
+//! with `echo` it first sends back each byte that arrives at the serial port, up to a `q`. Must never go beyond
+//! what 32 bits reach.
 #![no_std]
 #![no_main]
 
@@ -20,6 +21,8 @@ start32:                            # ebx: start_info; flat segments, paging off
     movl  $text_cmdline, %esi
     call  print
     movl  0x18(%ebx), %esi          # cmdline_paddr
+    movl  (%esi), %eax
+    movl  %eax, first_word
     call  print
     movl  $text_end, %esi
     call  print
@@ -40,6 +43,20 @@ done_device:
     jb    next_device
     movl  $text_last, %esi
     call  print
+    cmpl  $0x6f686365, first_word   # "echo"
+    jne   off
+echo:
+    pause
+    movw  $0x3fd, %dx               # line status
+    inb   %dx, %al
+    testb $1, %al                   # a byte is there
+    jz    echo
+    movw  $0x3f8, %dx
+    inb   %dx, %al
+    outb  %al, %dx
+    cmpb  $113, %al                 # q
+    jne   echo
+off:
     movw  $0x600, %dx               # sleep type 5, sleep enable
     movb  $0x34, %al
     outb  %al, %dx
@@ -127,6 +144,8 @@ printed:
 
     .section .data.boot,"aw",@progbits
 registers:
+    .long 0
+first_word:
     .long 0
 text_cmdline:
     .asciz "command line ["
