@@ -10,8 +10,10 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, ThreadId};
 
 use parking_lot::Mutex;
+use pci::register;
 
 use super::VfioPciDevice;
+use crate::config::ShadowConfig;
 use crate::migration::{Call, MigrationError};
 
 /// The threads that are in a step: each from before its call until it has dealt with the result, also by a reset.
@@ -87,6 +89,17 @@ impl VfioPciDevice {
             self.reset_late();
         }
         call.map_or_else(|| "the end of its state".to_owned(), |call| call.to_string())
+    }
+
+    /// Disables bus mastering of a function that was [left](Self::leave) to a change of its state, and may have been working.
+    /// The host does this beside that call. Returns whether the function reaches no memory any more: it says so itself, or
+    /// answers nothing, as one that is not on the bus. Waits for no lock of this function: no write of the guest
+    /// follows the mark that it is lost.
+    pub fn cut_off(&self) -> bool {
+        self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        let mut command = [0xff; 2];
+        self.host.read_config(register::COMMAND, &mut command);
+        command == [0xff; 2] || !ShadowConfig::asks_for_bus_master(register::COMMAND, &command)
     }
 
     /// Whether another thread is to reset the function: it is left to one, or one is in a step, to which it is left here.

@@ -327,7 +327,8 @@ impl Vmm {
     /// Handles the end of a start.
     pub(super) fn started(&mut self, end: StartEnd) -> Next {
         let StartEnd { result, responder, last } = end;
-        if let Some(last) = last {
+        // Who has asked may look at the threads once it is answered.
+        if let (Some(last), true) = (last, responder.is_some()) {
             last.wait();
         }
         let starting = match std::mem::replace(&mut self.vm, VmLifecycle::None) {

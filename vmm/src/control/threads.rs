@@ -63,14 +63,20 @@ impl LastWord {
 
     /// Waits until the thread is gone, for a tenth of a second at most.
     pub fn wait(self) {
+        if !self.is_gone_within(Self::WITHIN) {
+            log::debug!("thread {} has said its result and does not end", self.0);
+        }
+    }
+
+    fn is_gone_within(self, within: Duration) -> bool {
         let began = Instant::now();
         while !self.is_gone() {
-            if began.elapsed() > Self::WITHIN {
-                log::debug!("thread {} has said its result and does not end", self.0);
-                return;
+            if began.elapsed() > within {
+                return false;
             }
             std::thread::sleep(Self::PERIOD);
         }
+        true
     }
 }
 
@@ -118,15 +124,16 @@ mod tests {
         let folder = |thread: libc::pid_t| format!("/proc/self/task/{thread}");
         for _ in 0..200 {
             let (say, said) = channel();
-            let linger = Duration::from_millis(1);
+            let (release, released) = channel::<()>();
             let work = move |()| {
                 say.send(LastWord::of_this_thread()).unwrap();
-                std::thread::sleep(linger);
+                let _ = released.recv();
             };
             spawn_with("test", (), work).map_err(|((), error)| error).unwrap();
             let word = said.recv().unwrap();
-            assert!(std::fs::exists(folder(word.0)).unwrap());
-            word.wait();
+            assert!(std::fs::exists(folder(word.0)).unwrap() && !word.is_gone());
+            drop(release);
+            assert!(word.is_gone_within(LONG));
             assert!(!std::fs::exists(folder(word.0)).unwrap());
         }
     }

@@ -20,7 +20,7 @@ use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
 use super::opening::{self, Opened};
-use super::passthrough::{PassthroughError, WithheldStatus};
+use super::passthrough::{CallLimits, PassthroughError, Patience, WithheldStatus};
 use super::segments::Segments;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
@@ -148,7 +148,7 @@ impl Machine {
                     }
                     error => error.into(),
                 })?;
-                self.stop_added();
+                self.stop_added(&|| cancel.is_cancelled());
                 bdf
             }
             Opened::Disk(disk, made) => self
@@ -242,9 +242,10 @@ impl Machine {
     }
 
     /// Pauses the added devices if the machine is paused.
-    fn stop_added(&self) {
+    fn stop_added(&self, is_cancelled: &dyn Fn() -> bool) {
+        let patience = Patience { is_cancelled, ..Patience::within(CallLimits::default()) };
         if self.paused
-            && let Err(error) = self.parts.passthrough.stop()
+            && let Err(error) = self.parts.passthrough.stop_within(&patience)
         {
             // The guest does not know the device yet and has started nothing on it. Saving and migrating
             // check again, and fail.
@@ -352,7 +353,7 @@ impl Machine {
         let devices = &self.parts.devices;
         let discarding = || devices.discarding_devices();
         if self.parts.passthrough.receive_late(&context, &discarding) {
-            self.stop_added();
+            self.stop_added(&|| false);
             // Memory may be mapped already.
             self.announce_ready();
         }

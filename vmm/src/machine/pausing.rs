@@ -112,7 +112,7 @@ impl VirtioDevices {
 /// How long each passed-through device is waited for, whatever time the others have: one that has not stopped by then cannot
 /// go on as before either.
 fn patience(is_cancelled: &dyn Fn() -> bool) -> Patience<'_> {
-    Patience { limits: CallLimits::default(), is_cancelled }
+    Patience { limits: CallLimits::default(), until: None, is_cancelled }
 }
 
 impl Machine {

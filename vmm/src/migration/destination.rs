@@ -6,7 +6,7 @@
 //! configuration and the state come from a peer: both are checked as data of an unrelated peer would be.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hypervisor::ClockPolicy;
 use memory::InitialContents;
@@ -302,6 +302,9 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
+        // The source waits for all of this together.
+        let limits = CallLimits::of_handover();
+        let until = Instant::now().checked_add(limits.call);
         // The source sends the state once all that the guest wrote is on its disks, and nothing is written
         // until the guest runs here. A disk whose cache cannot be dropped, or whose storage does not
         // respond in time, fails here, while the source can still resume the guest.
@@ -316,7 +319,7 @@ impl DestinationVm for ArrivingMachine {
                 self.machine.hold_msrs(resident::hold_msrs(&mut state.vcpus));
             }
         }
-        let patience = Patience::within(CallLimits::of_handover());
+        let patience = Patience { until, ..Patience::within(limits) };
         Ok(self.machine.restore(state, ClockPolicy::CatchUp, &patience)?)
     }
 

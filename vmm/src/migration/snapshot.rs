@@ -165,7 +165,7 @@ fn take_into(
 
 /// How long each passed-through device may take.
 fn patience(is_cancelled: &dyn Fn() -> bool) -> Patience<'_> {
-    Patience { limits: CallLimits::default(), is_cancelled }
+    Patience { limits: CallLimits::default(), until: None, is_cancelled }
 }
 
 /// What is written besides memory.

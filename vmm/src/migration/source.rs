@@ -388,7 +388,8 @@ impl PausedVm for PausedMachine {
         let state = match &self.reader {
             Reader::Own(formats) => {
                 let is_cancelled = &*self.limits.is_cancelled;
-                let patience = Patience { limits: CallLimits::default(), is_cancelled };
+                let limits = CallLimits::default();
+                let patience = Patience { limits, until: None, is_cancelled };
                 let state = self.machine.save_beside(&apart, &patience)?;
                 state.for_reader(formats.state)?.to_json()?
             }

@@ -97,7 +97,8 @@ impl Passthrough {
         steps.map(|(device, step)| (Arc::clone(device), step)).collect()
     }
 
-    /// Makes the steps until one fails, which is returned with its number.
+    /// Makes the steps until one fails, which is returned with its number. A device that hangs in one may be working: it reaches
+    /// memory no more when this returns, as the guest goes on.
     fn make_steps(
         &self,
         steps: Vec<DeviceStep>,
@@ -106,14 +107,25 @@ impl Passthrough {
         if steps.is_empty() {
             return Ok(None);
         }
-        call_apart(patience, &self.loss_reporter(), move |turns| {
+        let devices: Vec<_> = steps.iter().map(|(device, _)| Arc::clone(device)).collect();
+        let made = call_apart(patience, &self.loss_reporter(), move |turns| {
             for (turn, (device, step)) in steps.into_iter().enumerate() {
                 if let Err(source) = turns.take(turn, &device, step)? {
                     return Some((turn, device, source));
                 }
             }
             None
-        })
+        });
+        if let Err(Unmade::Hangs(turn, _)) = &made
+            && let Some(device) = devices.get(*turn)
+            && !device.cut_off()
+        {
+            log::error!(
+                "passed-through device '{}' hangs, and its bus mastering cannot be disabled: it may write to memory of the guest",
+                device.id()
+            );
+        }
+        made
     }
 
     /// Takes a device from the guest that does not run.
@@ -143,6 +155,8 @@ pub(super) mod tests {
     use std::time::{Duration, Instant};
 
     use parking_lot::Mutex;
+    use pci::register;
+    use vfio::HostFunction as _;
     use vfio::fakes::FakeFunction;
     use vfio::migration::fakes::FakeHang;
 
@@ -193,6 +207,10 @@ pub(super) mod tests {
         {
             let (passthrough, [one, two]) = two_devices();
             let device = Arc::clone(&passthrough.devices[0].1);
+            // They work.
+            for host in [&one, &two] {
+                host.write_config(register::COMMAND, &[6, 0]);
+            }
             let gate = hang(&one, FakeHang::Into(state));
             let closed = gate.lock();
             let stop = |it: &Passthrough| it.stop_within(&Patience::within(SHORT)).unwrap_err();
@@ -201,6 +219,10 @@ pub(super) mod tests {
             let expected = format!("the device 'one' hangs: its way from {expected} has not ended");
             assert!(error.starts_with(&expected), "{error}");
             assert!(device.is_lost() && device.is_hung());
+            assert!(
+                !one.is_bus_master() && two.is_bus_master(),
+                "the guest goes on with its memory"
+            );
             let (passthrough, ()) = in_time(passthrough, Passthrough::run);
             assert_eq!(two.migration.hardware_mut().state, Running);
             // Nor is it waited for by a later pause, or reset meanwhile.
@@ -219,9 +241,11 @@ pub(super) mod tests {
             let (passthrough, [one, two]) = two_devices();
             let device = Arc::clone(&passthrough.devices[0].1);
             passthrough.stop().unwrap();
+            one.write_config(register::COMMAND, &[6, 0]);
             let gate = hang(&one, FakeHang::Into(state));
             let closed = gate.lock();
             let _passthrough = in_time(passthrough, |it| it.run_within(SHORT));
+            assert!(!one.is_bus_master(), "{state}");
             assert!(device.is_lost() && device.is_hung(), "{state}");
             assert_eq!(two.migration.hardware_mut().state, Running, "{state}");
             drop(closed);
@@ -237,7 +261,24 @@ pub(super) mod tests {
         let closed = gate.lock();
         let limits = CallLimits { call: LONG * 2, leave: SHORT.call };
         let (_passthrough, error) = in_time(passthrough, move |it| {
-            it.stop_within(&Patience { limits, is_cancelled: &|| true }).unwrap_err()
+            it.stop_within(&Patience { is_cancelled: &|| true, ..Patience::within(limits) })
+                .unwrap_err()
+        });
+        assert!(matches!(error, PassthroughError::Hangs { .. }), "{error}");
+        drop(closed);
+        comes_back(&device, &one);
+    }
+
+    #[test]
+    fn one_that_hangs_is_waited_for_until_the_time_of_all_is_over() {
+        let (passthrough, [one, _two]) = two_devices();
+        let device = Arc::clone(&passthrough.devices[0].1);
+        let gate = hang(&one, FakeHang::Into(DeviceState::Stop));
+        let closed = gate.lock();
+        let limits = CallLimits { call: LONG * 2, leave: LONG * 2 };
+        let (_passthrough, error) = in_time(passthrough, move |it| {
+            let until = Instant::now().checked_add(SHORT.call);
+            it.stop_within(&Patience { until, ..Patience::within(limits) }).unwrap_err()
         });
         assert!(matches!(error, PassthroughError::Hangs { .. }), "{error}");
         drop(closed);

@@ -44,6 +44,8 @@ impl CallLimits {
     }
 
     /// The same for the state that comes last, whose acknowledgement the source waits for.
+    ///
+    /// Other parts of the state take some of that time: what is left of it is up to [`Patience::until`].
     pub fn of_handover() -> Self {
         Self { call: Limits::default().last_device_call(), ..Self::default() }
     }
@@ -54,6 +56,8 @@ impl CallLimits {
 pub struct Patience<'a> {
     /// The limits.
     pub limits: CallLimits,
+    /// When the time for all calls together is over.
+    pub until: Option<Instant>,
     /// Whether the request is cancelled.
     pub is_cancelled: &'a dyn Fn() -> bool,
 }
@@ -61,7 +65,7 @@ pub struct Patience<'a> {
 impl Patience<'static> {
     /// With these limits, and never cancelled.
     pub fn within(limits: CallLimits) -> Self {
-        Self { limits, is_cancelled: &|| false }
+        Self { limits, until: None, is_cancelled: &|| false }
     }
 }
 
@@ -126,7 +130,7 @@ impl Turns {
         patience: &Patience<'_>,
         reporter: &LossReporter,
     ) -> Result<(), (usize, PassthroughError)> {
-        let Patience { limits, is_cancelled } = patience;
+        let Patience { limits, until, is_cancelled } = patience;
         let mut cancelled_at = None;
         let mut now = self.now.lock();
         while !now.stay.has_ended {
@@ -134,7 +138,9 @@ impl Turns {
                 cancelled_at = Some(Instant::now());
             }
             let is_awaited = |since: Instant| since.elapsed() < limits.leave;
-            let limit = if cancelled_at.is_none_or(is_awaited) {
+            let limit = if until.is_some_and(|until| Instant::now() >= until) {
+                Duration::ZERO
+            } else if cancelled_at.is_none_or(is_awaited) {
                 limits.call
             } else {
                 limits.call.min(limits.leave)
