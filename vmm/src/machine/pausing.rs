@@ -122,8 +122,8 @@ impl Machine {
     /// # Errors
     /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`] says
     /// that `is_cancelled`; or a vCPU or passed-through device cannot be stopped. A device that hangs is waited for longer,
-    /// as [`CallLimits`] say, and lost to the guest. The machine is in its earlier state, except that in a machine that was paused already, the passed-through devices that
-    /// could be stopped stay stopped.
+    /// as [`CallLimits`] say, and lost to the guest. The machine is in its earlier state, except that in a machine that was
+    /// paused already, the passed-through devices that could be stopped stay stopped.
     pub fn pause(
         &mut self,
         within: Duration,

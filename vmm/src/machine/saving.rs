@@ -25,8 +25,8 @@ impl Machine {
     /// passed-through device may take.
     ///
     /// # Errors
-    /// Names the vCPU or device, which may hang and is lost to the guest then, or the disk that is full: its waiting requests are in no state. Nor is it known which
-    /// requests of its rings a back end that was lost meanwhile has taken.
+    /// Names the vCPU or device, which may hang and is lost to the guest then, or the disk that is full: its waiting requests
+    /// are in no state. Nor is it known which requests of its rings a back end that was lost meanwhile has taken.
     pub fn save(&self, patience: &Patience<'_>) -> Result<MachineState, MachineError> {
         self.save_beside(&BTreeMap::new(), patience)
     }

@@ -253,36 +253,32 @@ pub(super) mod tests {
         }
     }
 
-    #[test]
-    fn one_that_hangs_when_its_request_is_cancelled_is_waited_for_shortly() {
+    /// A device that hangs as it stops is left, long before its call has taken too long.
+    fn is_left_early(patience: impl Fn() -> Patience<'static> + Send + 'static) {
         let (passthrough, [one, _two]) = two_devices();
         let device = Arc::clone(&passthrough.devices[0].1);
         let gate = hang(&one, FakeHang::Into(DeviceState::Stop));
         let closed = gate.lock();
-        let limits = CallLimits { call: LONG * 2, leave: SHORT.call };
-        let (_passthrough, error) = in_time(passthrough, move |it| {
-            it.stop_within(&Patience { is_cancelled: &|| true, ..Patience::within(limits) })
-                .unwrap_err()
-        });
+        let (_passthrough, error) =
+            in_time(passthrough, move |it| it.stop_within(&patience()).unwrap_err());
         assert!(matches!(error, PassthroughError::Hangs { .. }), "{error}");
         drop(closed);
         comes_back(&device, &one);
     }
 
     #[test]
+    fn one_that_hangs_when_its_request_is_cancelled_is_waited_for_shortly() {
+        let limits = CallLimits { call: LONG * 2, leave: SHORT.call };
+        is_left_early(move || Patience { is_cancelled: &|| true, ..Patience::within(limits) });
+    }
+
+    #[test]
     fn one_that_hangs_is_waited_for_until_the_time_of_all_is_over() {
-        let (passthrough, [one, _two]) = two_devices();
-        let device = Arc::clone(&passthrough.devices[0].1);
-        let gate = hang(&one, FakeHang::Into(DeviceState::Stop));
-        let closed = gate.lock();
         let limits = CallLimits { call: LONG * 2, leave: LONG * 2 };
-        let (_passthrough, error) = in_time(passthrough, move |it| {
+        is_left_early(move || {
             let until = Instant::now().checked_add(SHORT.call);
-            it.stop_within(&Patience { until, ..Patience::within(limits) }).unwrap_err()
+            Patience { until, ..Patience::within(limits) }
         });
-        assert!(matches!(error, PassthroughError::Hangs { .. }), "{error}");
-        drop(closed);
-        comes_back(&device, &one);
     }
 
     #[test]

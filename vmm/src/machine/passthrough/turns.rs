@@ -224,6 +224,7 @@ pub(super) fn call_one<T: Send + 'static>(
     let device = Arc::clone(device);
     match call_apart(patience, reporter, move |turns| turns.take(0, &device, call))? {
         Some(made) => Ok(made),
+        // `take` gives none to a thread that was left alone, and then `call_apart` has failed.
         None => unreachable!("a thread that was not left has made its call"),
     }
 }
