@@ -23,23 +23,25 @@ metal_groups() {
 }
 
 # run_metal GROUP: as run_group, on the host; the disk is a copy.
-run_metal() {
-  local tree disk image
+run_metal() (
+  # What was printed before is no result of this run, also if this gets no further.
+  : >"$LAB/$1$VARIANT.log"
   tree=$(mktemp -d "$LAB/metal.XXXXXX")
   image=$tree.img
+  trap 'rm -rf "$tree" "$image"' EXIT
   gzip -dc "$LAB/l1$VARIANT.gz" | (cd "$tree" && cpio -idm --quiet)
   [ ! -f "$LAB/extra-$1.gz" ] || gzip -dc "$LAB/extra-$1.gz" | (cd "$tree" && cpio -idmu --quiet)
   cp --sparse=always "$LAB/root.img" "$image"
   disk=$(losetup --show -f "$image")
   # What has it open keeps it.
   rm -f "$image"
-  timeout --kill-after=30 "$(limit_s_of "$1")" "$ROOT/scripts/lib/metal-machine" "$tree" "$disk" "$1" \
+  # In the group of this shell, so that what ends that ends this.
+  timeout --foreground --kill-after=30 "$(limit_s_of "$1")" "$ROOT/scripts/lib/metal-machine" "$tree" "$disk" "$1" \
     "lab.moves=${GODWIT_FAULT_MOVES:-1} lab.migrations=${GODWIT_MIGRATIONS:-3} lab.runs=${LAB_RUNS:-1} ${LAB_WORDS:-}" \
     </dev/null >"$LAB/$1$VARIANT.log" 2>&1 || true
   # Where it ended before it had the disk.
   losetup -d "$disk" 2>/dev/null || true
-  rm -rf "$tree"
-}
+)
 
 # build_extra_metal: the group of this name tries all that in the emulated machine.
 build_extra_metal() {

@@ -329,6 +329,10 @@ impl Vmm {
 
     pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
         let RestoreEnd { restored, resume, prefault, responder, last } = end;
+        // Who has asked may look at the threads once it is answered.
+        if responder.is_some() {
+            last.wait();
+        }
         let end_requests = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Busy(busy) => busy.end_requests,
             _ => Vec::new(),
@@ -342,10 +346,7 @@ impl Vmm {
                 emit("resuming");
                 self.begin_transition(TransitionKind::StartRestored, responder);
             }
-            (result, Some(responder)) => {
-                last.wait();
-                responder.answer(result.map(|()| ApiReply::Empty));
-            }
+            (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
             (Err(error), None) if !is_ending => return Next::Fail(RunError::Restore(error)),
             (_, None) => {}
         }
