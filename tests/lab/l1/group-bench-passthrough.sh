@@ -116,7 +116,8 @@ measure() {
   last=bus_master_waited_us
   [ $1 != none ] || { device=; last=first_mmio_monotonic_us; }
   case $2 in 4k) pages=,thp=off ;; thp) pages= ;; 2m) pages=,hugepages=on,hugepage_size=2M ;; esac
-  rm -f $T/a.sock
+  # The file of events is appended to.
+  rm -f $T/a.sock $T/a.events
   begin_ms=$(uptime_ms)
   cloud-hypervisor --api-socket path=$T/a.sock --event-monitor path=$T/a.events --kernel $kernel $initramfs \
     --cmdline "$words" --cpus boot=1 --memory size=${3}M,shared=on$pages$zone \
