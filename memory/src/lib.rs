@@ -15,6 +15,7 @@
 //! | `file=PATH` | that file, `MAP_SHARED` | the file system | yes |
 //! | `file=PATH,shared=off`, PATH holds data | that file, `MAP_PRIVATE` | none | no |
 //! | `mergeable=on` | private anonymous | `enabled` | no |
+//! | an image ([`RamImage`]), private memory | the image's file, `MAP_PRIVATE` | none | no |
 //! | nothing, see below | memfd or private anonymous | either | memfd: yes |
 //!
 //! With nothing asked for (`shared=off`, [`Backing::Auto`]) the guest gets a memfd, **unless**
@@ -76,6 +77,7 @@ mod file_lock;
 mod holds;
 mod homes;
 mod host;
+mod image;
 mod lanes;
 mod layout;
 mod lease;
@@ -89,6 +91,7 @@ mod populate;
 mod populated;
 mod prefault;
 mod processors;
+mod provided;
 mod ram;
 mod ram_discard;
 mod region;
@@ -113,6 +116,7 @@ pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use holds::PageHold;
 pub use homes::Homes;
+pub use image::{ImageError, ImageRange, RamImage};
 pub use lanes::{LaneProgress, PageKind, PrefaultMeter};
 pub use layout::{LATER_ALIGN_BYTES, LayoutError, Placement, RamHole, RamLayout};
 pub use lease::Lease;
@@ -124,7 +128,8 @@ pub use prefault::{
     PrefaultHelper, PrefaultObserver, PrefaultOptions, PrefaultProgress, StopQuery,
 };
 pub use processors::run_on_node;
-pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
+pub use provided::ProvidedFile;
+pub use ram::{GuestRam, RamError, RamSources};
 pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};
 pub use reserved::ReservedRange;

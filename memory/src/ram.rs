@@ -14,16 +14,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::backing::{InitialContents, ProvidedContent, ZoneBacking};
+use crate::backing::{InitialContents, ZoneBacking};
 use crate::backing_error::BackingError;
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
+use crate::image::{ImageError, RamImage};
 use crate::layout::{LayoutError, RamLayout, extents};
-use crate::lease::Lease;
 use crate::pins::Pins;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
+use crate::provided::ProvidedFile;
 use crate::region::{AccessError, RamRegion, Zone};
 use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
@@ -41,6 +42,9 @@ pub enum RamError {
     /// The backing of a zone could not be created.
     #[error(transparent)]
     Backing(#[from] BackingError),
+    /// It cannot be a mapping of a file.
+    #[error(transparent)]
+    Image(#[from] ImageError),
     /// With `reserve=on`, more than the host has.
     #[error(
         "the memory zones with reserve=on need {needed_bytes} bytes, and the host has \
@@ -113,46 +117,6 @@ pub enum RamError {
     Assemble(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// A file that backs a zone instead of a new one.
-#[derive(Debug, Clone)]
-pub struct ProvidedFile {
-    /// ID of the zone.
-    zone: String,
-    file: Arc<File>,
-    /// For memory of the pool, which is populated and zero: it returns to the pool when this is dropped.
-    lease: Option<Lease>,
-}
-
-impl ProvidedFile {
-    /// A file with any contents, such as memory that another VMM hands over.
-    pub fn file(zone: &str, file: Arc<File>) -> Self {
-        Self { zone: zone.to_owned(), file, lease: None }
-    }
-
-    /// Populated and zeroed memory of the pool; the lease is kept for as long as the zone exists.
-    pub fn prezeroed(zone: &str, file: Arc<File>, lease: Lease) -> Self {
-        Self { zone: zone.to_owned(), file, lease: Some(lease) }
-    }
-
-    /// ID of the zone that it is for.
-    pub fn zone(&self) -> &str {
-        &self.zone
-    }
-
-    /// True for memory of the pool.
-    pub fn is_prezeroed(&self) -> bool {
-        self.lease.is_some()
-    }
-
-    fn content(&self) -> ProvidedContent {
-        if self.is_prezeroed() {
-            ProvidedContent::PopulatedZeroes
-        } else {
-            ProvidedContent::Unknown
-        }
-    }
-}
-
 /// Sources of guest RAM, in addition to its configuration.
 #[derive(Debug, Clone, Default)]
 pub struct RamSources {
@@ -162,6 +126,8 @@ pub struct RamSources {
     pub locked: Vec<LockedFile>,
     /// The initial contents.
     pub contents: InitialContents,
+    /// A file that all RAM begins as a private mapping of; nothing is provided then.
+    pub image: Option<RamImage>,
 }
 
 /// The RAM of a guest: regions by guest address, and the view of them that devices use.
@@ -238,24 +204,26 @@ impl GuestRam {
     ) -> Result<Self, RamError> {
         let files = &sources.provided;
         config.validate()?;
-        let known = |id: &String| config.zones.iter().any(|zone| zone.id == *id);
-        if let Some(provided) = files.iter().find(|provided| !known(&provided.zone)) {
-            return Err(RamError::UnknownZone { zone: provided.zone.clone() });
+        let known = |id: &str| config.zones.iter().any(|zone| zone.id == id);
+        if let Some(provided) = files.iter().find(|provided| !known(provided.zone())) {
+            return Err(RamError::UnknownZone { zone: provided.zone().to_owned() });
         }
         // Checked before anything is created, so that a guest that is too large leaves no file.
         layout.place(&extents(&config.zones, |_| crate::PAGE_BYTES))?;
         check_nodes(&config.zones, host)?;
         // Files that are handed over exist already, and were counted where they were created.
-        let is_provided = |id: &str| files.iter().any(|provided| provided.zone == id);
+        let is_provided = |id: &str| files.iter().any(|provided| provided.zone() == id);
         let made: Vec<_> =
             config.zones.iter().filter(|zone| !is_provided(&zone.id)).cloned().collect();
         check_reservation(&made, host)?;
         let policy = host.huge_page_policy();
         let mut backings: Vec<(&ZoneSpec, ZoneBacking)> = Vec::new();
         for spec in &config.zones {
-            let provided = files.iter().find(|provided| provided.zone == spec.id);
-            let backing = if let Some(provided) = provided {
-                ZoneBacking::from_provided(spec, Arc::clone(&provided.file), provided.content())?
+            let provided = files.iter().find(|provided| provided.zone() == spec.id);
+            let backing = if let Some(image) = &sources.image {
+                image.backing(spec)?
+            } else if let Some(provided) = provided {
+                ZoneBacking::from_provided(spec, provided.shared_file(), provided.content())?
             } else {
                 let locked = sources.locked.iter().find(|locked| locked.zone == spec.id);
                 ZoneBacking::create(spec, host, policy, sources.contents, locked)
@@ -266,8 +234,8 @@ impl GuestRam {
         check_same_files(&backings)?;
         let mut zones = Vec::new();
         for (spec, mut backing) in backings {
-            let provided = files.iter().find(|provided| provided.zone == spec.id);
-            if provided.is_none() && sources.contents.is_to_arrive() {
+            let provided = files.iter().find(|provided| provided.zone() == spec.id);
+            if provided.is_none() && sources.image.is_none() && sources.contents.is_to_arrive() {
                 // Every file is known to be this VM's by now, and nothing of it is mapped yet.
                 backing.empty(spec)?;
             }
@@ -275,7 +243,7 @@ impl GuestRam {
             // The pages of prezeroed memory are as large as the zone wants them, and mapped one by one where contents
             // arrive behind the guest.
             let collapse = shared && spec.thp && (!policy.shared || backing.prezeroed);
-            let lease = provided.and_then(|provided| provided.lease.clone());
+            let lease = provided.and_then(ProvidedFile::lease);
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, host, lease)));
         }
         // The pages that a file with data still needs are unknown.
@@ -291,7 +259,14 @@ impl GuestRam {
         let mut regions = Vec::new();
         for placement in placements {
             let Some(zone) = zones.get(placement.zone) else { continue };
-            let region = RamRegion::new(zone, &placement, pagemap.clone()).map_err(|source| {
+            let image = sources.image.as_ref();
+            let file_offset = match image.map(|image| image.offset_of(&placement)).transpose()? {
+                None if zone.backing.file.is_none() => 0,
+                None => placement.bytes.start,
+                Some(offset) => offset,
+            };
+            let made = RamRegion::new(zone, &placement, file_offset, pagemap.clone());
+            let region = made.map_err(|source| {
                 let len_bytes = placement.bytes.end - placement.bytes.start;
                 RamError::Map { zone: zone.spec.id.clone(), len_bytes, source }
             })?;

@@ -12,6 +12,7 @@ use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion}
 use super::*;
 use crate::config::HugePageSize;
 use crate::host::testing::{BorrowedHugePages, resident_bytes, smaps_bytes};
+use crate::lease::Lease;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

@@ -16,6 +16,7 @@ mod balloon;
 mod boot;
 mod clients;
 mod clock;
+mod clones;
 mod console_sockets;
 mod copies;
 mod core_dump;
@@ -158,6 +159,7 @@ fn main() -> ExitCode {
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
     console_sockets::add(&mut suite);
+    clones::add(&mut suite);
     copies::add(&mut suite);
     prefault::add(&mut suite);
     preflight::add(&mut suite);

@@ -239,15 +239,15 @@ pub struct RamRegion {
 }
 
 impl RamRegion {
-    /// Maps the region without populating it.
+    /// Maps the region without populating it. `file_offset`: where it begins in the zone's file, 0 without one.
     pub(crate) fn new(
         zone: &Arc<Zone>,
         placement: &Placement,
+        file_offset: u64,
         pagemap: Option<Arc<File>>,
     ) -> io::Result<Self> {
         let zone = Arc::clone(zone);
         let len_bytes = placement.bytes.end - placement.bytes.start;
-        let file_offset = if zone.backing.file.is_some() { placement.bytes.start } else { 0 };
         let main = Arc::new(map(&zone, placement.gpa, len_bytes, file_offset)?);
         zone.add_view(&main, file_offset);
         let pages = len_bytes / PAGE_BYTES;

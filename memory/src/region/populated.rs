@@ -11,11 +11,26 @@ use std::ops::Range;
 use super::{AccessError, RamRegion};
 use crate::lanes::PageKind;
 use crate::populate::THP_BYTES;
-use crate::populated::{data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::populated::{
+    data_runs_by_page, file_data_runs, hugetlb_runs, mapped_data_runs, private_runs,
+};
 use crate::zone_kind::ZoneKind;
 
 /// Granularity in which it is noted what engines have populated: their chunks are multiples of it.
 pub(super) const BLOCK_BYTES: u64 = THP_BYTES;
+
+/// Sorted and disjoint runs that contain the same bytes.
+fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.sort_unstable_by_key(|run| run.start);
+    let mut joined: Vec<Range<u64>> = Vec::with_capacity(runs.len());
+    for run in runs {
+        match joined.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => joined.push(run),
+        }
+    }
+    joined
+}
 
 impl RamRegion {
     /// The kind of the pages of a part, and whether it is known to be populated: without asking the kernel, and wrong
@@ -85,7 +100,14 @@ impl RamRegion {
             (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
                 return private_runs(pagemap, &self.main, range.clone());
             }
-            // The data of a private file shows in no page table.
+            (ZoneKind::PrivateFile, Some(image), Some(pagemap)) if !self.zone.backing.locked => {
+                let in_image = file_data_runs(image, in_file)?;
+                let in_image = in_image.into_iter().map(|run| run.start - base..run.end - base);
+                let mut runs: Vec<_> = in_image.collect();
+                runs.extend(private_runs(pagemap, &self.main, range.clone())?);
+                return Ok(joined(runs));
+            }
+            // Others may write the file, and what it holds shows in no page table.
             _ => return Ok(vec![range.clone()]),
         };
         Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())

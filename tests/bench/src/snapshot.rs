@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench snapshot`: how fast a guest's memory is written to the disk and read back, compared with the raw
 //! disk in the same run with the same number of threads and size of transfers; and the time from exec of a
-//! VMM that restores on demand to the guest's first instruction (the first `KVM_RUN`), which must not
+//! VMM that restores on demand, or maps the snapshot, to the guest's first instruction (the first `KVM_RUN`), which must not
 //! depend on the size of the guest's memory.
 //!
 //! Owns a directory on the measured disk, which is removed at the end. The raw rate is that of O_DIRECT
@@ -34,6 +34,7 @@ const LIMIT: Duration = Duration::from_mins(2);
 const THREADS: usize = 4;
 
 const ONDEMAND: &str = "ondemand: exec to first guest instruction";
+const MAPPED: &str = "mapped: exec to first guest instruction";
 
 /// A VMM process, which is ended when this is dropped.
 pub struct Vmm {
@@ -187,9 +188,15 @@ struct Saved {
     save_ms: f64,
 }
 
-fn save(vmm: &Path, guest: &Path, mib: u64, directory: PathBuf) -> Result<Saved, Box<dyn Error>> {
+/// Boots a guest, lets it fill its memory, and saves it. `sharing`: more of `--memory`.
+fn save(
+    vmm: &Path,
+    guest: &Path,
+    (mib, sharing): (u64, &str),
+    directory: PathBuf,
+) -> Result<Saved, Box<dyn Error>> {
     let guest = guest.to_str().ok_or("the guest's path is not UTF-8")?;
-    let memory = format!("size={mib}M,shared=on");
+    let memory = format!("size={mib}M{sharing}");
     let cmdline = format!("workload=random-write mem={DATA_MIB}M");
     let source = Vmm::start(
         vmm,
@@ -246,6 +253,7 @@ struct Samples {
     copy_ratio: Vec<f64>,
     first: [Vec<f64>; SIZES_MIB.len()],
     complete: [Vec<f64>; SIZES_MIB.len()],
+    mapped: [Vec<f64>; SIZES_MIB.len()],
 }
 
 /// Runs the benchmark.
@@ -278,13 +286,16 @@ impl Samples {
         for (all, one) in self.complete.iter_mut().zip(other.complete) {
             all.extend(one);
         }
+        for (all, one) in self.mapped.iter_mut().zip(other.mapped) {
+            all.extend(one);
+        }
     }
 }
 
 fn measure(vmm: &Path, guest: &Path, folder: &Path) -> Result<Samples, Box<dyn Error>> {
     let mut samples = Samples::default();
     for (index, mib) in SIZES_MIB.into_iter().enumerate() {
-        let saved = save(vmm, guest, mib, folder.join(format!("snapshot-{mib}")))?;
+        let saved = save(vmm, guest, (mib, ",shared=on"), folder.join(format!("snapshot-{mib}")))?;
         if index == 0 {
             let (write, read) = raw(folder, saved.bytes.next_multiple_of(TRANSFER_BYTES as u64))?;
             let saving = megabytes_per_s(saved.bytes, saved.save_ms / 1e3);
@@ -305,6 +316,14 @@ fn measure(vmm: &Path, guest: &Path, folder: &Path) -> Result<Samples, Box<dyn E
             complete.push(ondemand.between_events_ms("restoring", "restore-memory-completed")?);
         }
         drop(ondemand);
+        fs::remove_dir_all(&saved.directory)?;
+        // A mapping is of private memory.
+        let saved = save(vmm, guest, (mib, ""), folder.join(format!("template-{mib}")))?;
+        let mapped = restore(vmm, &saved, "mapped")?;
+        if let Some(first) = samples.mapped.get_mut(index) {
+            first.push(first_instruction_ms(&mapped)?);
+        }
+        drop(mapped);
         fs::remove_dir_all(&saved.directory)?;
     }
     Ok(samples)
@@ -331,7 +350,18 @@ fn report(samples: Samples) -> Report {
     for (mib, values) in SIZES_MIB.into_iter().zip(samples.complete) {
         put(format!("{mib} MiB, ondemand: until all memory is here"), "ms", values);
     }
+    let mut mapped = Vec::new();
+    for (mib, values) in SIZES_MIB.into_iter().zip(samples.mapped) {
+        mapped.extend(put(format!("{mib} MiB, {MAPPED}"), "ms", values));
+    }
     let mut targets = Vec::new();
+    if let &[_, large] = mapped.as_slice() {
+        targets.push(Target::at_most(
+            "mapped, first guest instruction, 4 GiB guest (ms)",
+            large,
+            50.0,
+        ));
+    }
     if let &[small, large] = first.as_slice() {
         targets.push(Target::at_most("first guest instruction, 4 GiB guest (ms)", large, 50.0));
         targets.push(Target::at_most(

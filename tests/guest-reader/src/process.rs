@@ -68,7 +68,7 @@ pub enum Backing {
         /// Its size.
         len_bytes: u64,
     },
-    /// A private anonymous mapping.
+    /// A private mapping, anonymous or of a snapshot's memory file.
     Anonymous {
         /// Its address in the process.
         address: u64,
@@ -76,8 +76,8 @@ pub enum Backing {
         len_bytes: u64,
         /// `/proc/PID/mem`.
         memory: File,
-        /// `/proc/PID/pagemap`.
-        pagemap: File,
+        /// `/proc/PID/pagemap`; `None` for the mapping of a file, of which all is there.
+        pagemap: Option<File>,
     },
 }
 
@@ -103,9 +103,10 @@ impl Backing {
         let end = offset.saturating_add(limit_bytes).min(self.len_bytes());
         let outcome = match self {
             Self::File { file, .. } => resident_in_file(file, offset, end),
-            Self::Anonymous { address, pagemap, .. } => {
+            Self::Anonymous { address, pagemap: Some(pagemap), .. } => {
                 resident_in_pagemap(pagemap, address + offset, address + end)
             }
+            Self::Anonymous { .. } => Ok((true, end - offset)),
         };
         outcome.map_err(|source| self.access_error(offset, source))
     }
@@ -268,12 +269,14 @@ fn is_ram_name(target: &str, more_names: &[String]) -> bool {
     RAM_NAMES.contains(&name) || name.starts_with(RAM_PREFIX)
 }
 
-/// Private anonymous memory that is large enough, as backings to be probed.
+/// Private memory that is large enough, anonymous or of a snapshot's file, as backings to be probed.
 pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError> {
     let path = PathBuf::from(format!("/proc/{pid}/maps"));
     let text = fs::read_to_string(&path).map_err(|source| ProcessError::Proc { path, source })?;
     let mut backings = Vec::new();
-    for (address, end) in anonymous_ranges(&text) {
+    let anonymous = anonymous_ranges(&text).into_iter().map(|range| (range, true));
+    let images = text.lines().filter_map(image_line).map(|range| (range, false));
+    for ((address, end), is_anonymous) in anonymous.chain(images) {
         let open = |name: &str, write: bool| {
             let path = PathBuf::from(format!("/proc/{pid}/{name}"));
             OpenOptions::new()
@@ -286,7 +289,7 @@ pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError>
             address,
             len_bytes: end - address,
             memory: open("mem", true)?,
-            pagemap: open("pagemap", false)?,
+            pagemap: is_anonymous.then(|| open("pagemap", false)).transpose()?,
         });
     }
     Ok(backings)
@@ -322,6 +325,22 @@ pub fn anonymous_line(line: &str) -> Option<(u64, u64)> {
     if !flags.starts_with("rw") || !flags.ends_with('p') || inode != "0" || named {
         return None;
     }
+    range(start, end)
+}
+
+/// The same for a line of a private and writable mapping of a snapshot's memory file.
+#[doc(hidden)]
+pub fn image_line(line: &str) -> Option<(u64, u64)> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let flags = fields.next()?;
+    let name = fields.nth(3)?;
+    let is_image =
+        flags.starts_with("rw") && flags.ends_with('p') && name.ends_with("/memory-ranges");
+    is_image.then(|| range(start, end)).flatten()
+}
+
+fn range(start: &str, end: &str) -> Option<(u64, u64)> {
     let start = u64::from_str_radix(start, 16).ok()?;
     let end = u64::from_str_radix(end, 16).ok()?;
     (start < end).then_some((start, end))

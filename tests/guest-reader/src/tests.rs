@@ -248,6 +248,12 @@ fn map_lines_of_private_anonymous_memory_are_recognised() {
     assert_eq!(line("7f00-7fff rw-s 0 00:01 5 /memfd:x (deleted)"), None);
     assert_eq!(line("7f00-7fff r--p 0 00:00 0"), None);
     assert_eq!(line("7f00-7fff rw-p 0 00:00 0 [heap]"), None);
+    let image = crate::process::image_line;
+    let of_snapshot = "7f00-7fff rw-p 0 08:01 5 /s/memory-ranges";
+    assert_eq!((line(of_snapshot), image(of_snapshot)), (None, Some((0x7f00, 0x7fff))));
+    assert_eq!(image("7f00-7fff rw-p 0 08:01 5 /usr/lib/libc.so.6"), None);
+    assert_eq!(image("7f00-7fff r--p 0 08:01 5 /s/memory-ranges"), None);
+    assert_eq!(image("7f00-7fff rw-p 00000000 00:00 0 "), None);
 }
 
 #[test]

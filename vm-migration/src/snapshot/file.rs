@@ -110,6 +110,11 @@ impl MemoryFile {
         Ok(Self { file, path: path.to_owned(), direct: AtomicBool::new(direct) })
     }
 
+    /// Another descriptor of the file.
+    pub(crate) fn share(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
     /// True when the page cache is bypassed.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.load(Ordering::Relaxed)

@@ -16,6 +16,7 @@
 //! save     Draft (hidden names) > memory, documents, index > fsync > rename > manifest renamed last
 //! restore  open: manifest > documents, index verified > copy: everything read and verified
 //!                                                     > ondemand: faults and filler, verified
+//!                                                     > mapped by the machine: memory is not verified
 //! ```
 //!
 //! A directory without a manifest is not a snapshot, whatever else it holds.
@@ -47,7 +48,7 @@ pub use core_file::{CoreError, CoreFormat, CoreReport, PAGE_START_BYTES, write_c
 pub use error::SnapshotError;
 pub use manifest::FORMAT_VERSION;
 pub use ondemand::{FillEnd, FillReport, Filling, Stuck};
-pub use open::Opened;
+pub use open::{MemoryPart, Opened};
 pub use ranges::save_ranges;
 pub use save::{SaveReport, Saved, save};
 

@@ -23,6 +23,17 @@ use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
 /// Most memory that a snapshot may hold: what x86-64 can address.
 const MEMORY_BYTES_MAX: u64 = 1 << 52;
 
+/// A part of guest memory in the memory file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryPart {
+    /// First guest physical address.
+    pub gpa: u64,
+    /// Length in guest memory and in the file, in bytes.
+    pub len_bytes: u64,
+    /// Where it begins in the file, in bytes.
+    pub offset_bytes: u64,
+}
+
 /// A snapshot whose documents have been verified. Its memory file is open, and stays readable when the
 /// directory is removed.
 #[derive(Debug)]
@@ -90,14 +101,45 @@ impl Opened {
         self.memory.is_direct()
     }
 
-    /// Checks that the machine's memory layout is the snapshot's, and reads the index.
-    pub(crate) fn index_for(&self, layout: &Layout) -> Result<(Geometry, Index), SnapshotError> {
+    /// The parts of guest memory in the memory file. Only what [`check_layout`](Self::check_layout) has accepted of
+    /// them is known to be in the file.
+    pub fn memory_parts(&self) -> impl Iterator<Item = MemoryPart> {
+        self.manifest.regions.iter().map(|region| MemoryPart {
+            gpa: region.gpa,
+            len_bytes: region.len_bytes,
+            offset_bytes: region.offset_bytes,
+        })
+    }
+
+    /// The memory file, open for reading: to be mapped, which verifies nothing.
+    ///
+    /// # Errors
+    /// When the process may not open another file descriptor.
+    pub fn memory_file(&self) -> Result<File, SnapshotError> {
+        self.memory.share().map_err(SnapshotError::Resource)
+    }
+
+    /// Checks that the machine's memory layout is the snapshot's.
+    ///
+    /// # Errors
+    /// Names both layouts if it is not.
+    pub fn check_layout(&self, layout: &Layout) -> Result<(), SnapshotError> {
+        self.geometry_for(layout).map(|_| ())
+    }
+
+    fn geometry_for(&self, layout: &Layout) -> Result<Geometry, SnapshotError> {
         let geometry = Geometry::new(layout);
         if !self.manifest.fits(layout, &geometry) {
             let there = self.manifest.regions_in_words();
             let here = layout.to_string();
             return Err(SnapshotError::Layout(LayoutError::Differs { here, there }));
         }
+        Ok(geometry)
+    }
+
+    /// Checks that the machine's memory layout is the snapshot's, and reads the index.
+    pub(crate) fn index_for(&self, layout: &Layout) -> Result<(Geometry, Index), SnapshotError> {
+        let geometry = self.geometry_for(layout)?;
         let bytes = self.index.sealed(&self.manifest.index, Index::len_bytes(geometry.chunks()))?;
         let index = Index::decode(&bytes, &geometry)
             .map_err(|fault| fault.at(&self.directory.join(INDEX_FILE)))?;

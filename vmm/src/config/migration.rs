@@ -81,11 +81,14 @@ option_names! {
 
 option_enum! {
     /// How memory is loaded from a snapshot.
-    MemoryRestoreMode = "copy|ondemand", default Copy {
+    MemoryRestoreMode = "copy|ondemand|mapped", default Copy {
         /// All memory is read before the guest runs.
         Copy = "copy",
         /// Each page is read when the guest accesses it.
         OnDemand = "ondemand",
+        /// Memory is a private mapping of the snapshot's file, which several VMs share until they write; its contents
+        /// are not verified.
+        Mapped = "mapped",
     }
 }
 
@@ -257,7 +260,7 @@ option_family! {
         /// Populate all memory, also where the snapshot has only zeros: before the guest runs, or
         /// in the background with `memory_restore_mode=ondemand`.
         prefault: bool = false, "prefault" as One<Toggle>;
-        /// Load memory before the guest runs, or on demand while it runs.
+        /// Load memory before the guest runs, or on demand while it runs, or map the snapshot's file.
         memory_restore_mode: MemoryRestoreMode = MemoryRestoreMode::Copy,
             "memory_restore_mode" as One<Choice>;
         /// Fill the stage-2 tables once all memory is resident, while the guest runs; skipped if KVM does not

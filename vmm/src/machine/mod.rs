@@ -98,14 +98,13 @@ mod vsocks;
 mod write_back;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
 use arch::cpuid::VmCpuid;
 use devices::virtio::block::DiskLock;
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
-use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
+use memory::{Collapse, GuestRam, RamSources};
 use prezero_pool_client::{PoolConnection, PoolError};
 use vfio::pin_time::GATE_WAIT_MAX;
 
@@ -276,7 +275,7 @@ impl Machine {
             drop(asked);
             let SlotAnswer { slot, pool } = PrepinnedSlot::take(&config, bits)?;
             let provided = slot.iter().flat_map(PrepinnedSlot::memory).collect();
-            let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
+            let origin = RamSources { provided, locked, ..RamSources::default() };
             let memory = &config.memory;
             let ram = ram::make(memory, layout, origin, pool.as_ref(), boot_prefault, cancel)?;
             (ram, slot, pool)
@@ -422,10 +421,10 @@ impl Machine {
         }
     }
 
-    /// Memory for a machine to be received or restored. The zones named in `given` consist of
+    /// Memory for a machine to be received or restored. Zones for which `origin` provides a file consist of
     /// these files, with their contents; all others are empty: the contents of their files are discarded
-    /// here, before a page arrives or is pinned, if `contents` allows that. It is unpopulated, but for zones with
-    /// memory of a pool.
+    /// here, before a page arrives or is pinned, if `origin.contents` allows that. It is unpopulated, but for zones
+    /// with memory of a pool.
     ///
     /// # Errors
     /// Names the zone and what is missing here, the process that holds its file, or says that the file is
@@ -433,8 +432,7 @@ impl Machine {
     pub fn arriving_ram(
         config: &VmConfig,
         host: &Host,
-        given: &[(String, Arc<File>)],
-        contents: InitialContents,
+        origin: RamSources,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
@@ -442,8 +440,6 @@ impl Machine {
         user_devices::check_movable(config)?;
         pmems::check_movable(config)?;
         let bits = host.phys_bits(&config.cpus);
-        let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
-        let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
         Ok(ram::make_arriving(&config.memory, ram::layout_for(config, bits), origin)?)
     }
 

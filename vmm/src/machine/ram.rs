@@ -330,7 +330,9 @@ fn make_unpopulated(
     let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
     let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
     let requests: Vec<_> = specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-    origin.provided.extend(prezeroed::take(&requests, pool));
+    if origin.image.is_none() {
+        origin.provided.extend(prezeroed::take(&requests, pool));
+    }
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");

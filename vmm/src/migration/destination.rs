@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hypervisor::ClockPolicy;
-use memory::InitialContents;
+use memory::{InitialContents, ProvidedFile, RamSources};
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
@@ -215,8 +215,9 @@ impl DestinationBuilder for ArrivingBuilder {
         self.check_grants(&config)?;
         (self.confine)(&config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
-        let given: Vec<_> =
-            given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
+        let given = given.into_iter();
+        let provided =
+            given.map(|zone| ProvidedFile::file(&zone.name, Arc::new(zone.file))).collect();
         // Without rules the source alone has named the files: those with contents must not be emptied for
         // it. cloud-hypervisor may use them on this host, as it takes no locks of them.
         let contents = match (&adopted, &self.rules) {
@@ -224,7 +225,8 @@ impl DestinationBuilder for ArrivingBuilder {
             (None, Some(_)) => InitialContents::Nothing,
             (None, None) => InitialContents::MustBeEmpty,
         };
-        let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
+        let origin = RamSources { provided, contents, ..RamSources::default() };
+        let ram = Machine::arriving_ram(&config, &self.host, origin)?;
         if let Some(adopted) = &adopted {
             adopted.check_memory(&config, &ram)?;
         }

@@ -10,12 +10,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hypervisor::ClockPolicy;
-use memory::{InitialContents, Prefault, PrefaultError, PrefaultOptions};
+use memory::{
+    ImageRange, InitialContents, Prefault, PrefaultError, PrefaultOptions, RamImage, RamSources,
+};
 use thiserror::Error;
 use vm_migration::Cancel;
 use vm_migration::layout::GpaRange;
+use vm_migration::ram::GuestMemoryMap as _;
 use vm_migration::snapshot::{
-    Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save, save_ranges,
+    Filling, MemoryPart, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save,
+    save_ranges,
 };
 
 use super::adopted_snapshot::{self, AdoptedSnapshot, AdoptedSnapshotError, MemoryContents};
@@ -83,7 +87,12 @@ enum RestoreCause {
     #[error(transparent)]
     Adopted(#[from] AdoptedSnapshotError),
     #[error("its memory can only be copied: memory_restore_mode=copy")]
-    OnDemand,
+    CopyOnly,
+    #[error(
+        "memory that is a mapping of the snapshot would be copied for passed-through devices, whole and before the \
+         guest runs: memory_restore_mode=copy"
+    )]
+    MappedForDevices,
     #[error("config.json is not the configuration of a VM")]
     ConfigJson(#[source] serde_json::Error),
     #[error("the configuration in config.json cannot be used")]
@@ -262,10 +271,11 @@ fn restore_from(
     confine: Confine<'_>,
 ) -> Result<Restored, RestoreCause> {
     let is_on_demand = request.memory_restore_mode == MemoryRestoreMode::OnDemand;
+    let is_mapped = request.memory_restore_mode == MemoryRestoreMode::Mapped;
     let mut taps = Vec::new();
     let (source, mut config, adopted) = if adopted_snapshot::is_in(directory) {
-        if is_on_demand {
-            return Err(RestoreCause::OnDemand);
+        if request.memory_restore_mode != MemoryRestoreMode::Copy {
+            return Err(RestoreCause::CopyOnly);
         }
         let snapshot = AdoptedSnapshot::open(directory)?;
         let AdoptedSnapshot { config, state, memory, layout, without_tap } = snapshot;
@@ -288,6 +298,9 @@ fn restore_from(
     if has_devices && is_on_demand {
         return Err(DmaToMissingPages.into());
     }
+    if has_devices && is_mapped {
+        return Err(RestoreCause::MappedForDevices);
+    }
     // First, as a state that cannot be parsed needs no machine.
     let mut state = match adopted {
         Some(state) => state,
@@ -303,7 +316,12 @@ fn restore_from(
         // Others may use the files that the configuration names.
         Source::Adopted(..) => InitialContents::MustBeNew,
     };
-    let ram = Machine::arriving_ram(&config, host, &[], contents).map_err(RestoreCause::Make)?;
+    let image = match &source {
+        Source::Own(snapshot) if is_mapped => Some(image(snapshot)?),
+        _ => None,
+    };
+    let origin = RamSources { contents, image, ..RamSources::default() };
+    let ram = Machine::arriving_ram(&config, host, origin).map_err(RestoreCause::Make)?;
     if let Source::Adopted(_, layout) = &source {
         adopt::check_made(layout, &config, &ram).map_err(AdoptedSnapshotError::from)?;
     }
@@ -331,6 +349,10 @@ fn restore_from(
             );
             prefault(&restored.machine, request, cancel)?;
         }
+        (Source::Own(snapshot), MemoryRestoreMode::Mapped) => {
+            snapshot.check_layout(memory.layout())?;
+            prefault(&restored.machine, request, cancel)?;
+        }
         (Source::Own(snapshot), MemoryRestoreMode::OnDemand) => {
             let stop = Cancel::new().map_err(SnapshotError::Resource)?;
             restored.filling = Some(Filling::start(*snapshot, &memory, stop)?);
@@ -354,6 +376,16 @@ fn restore_from(
     put?;
     restored.machine.renew_generation()?;
     Ok(restored)
+}
+
+/// The memory of a snapshot, to be mapped.
+fn image(snapshot: &Opened) -> Result<RamImage, SnapshotError> {
+    let range = |part: MemoryPart| {
+        let MemoryPart { gpa, len_bytes, offset_bytes } = part;
+        ImageRange { gpa, len_bytes, offset_bytes }
+    };
+    let file = Arc::new(snapshot.memory_file()?);
+    Ok(RamImage::new(file, snapshot.memory_parts().map(range).collect()))
 }
 
 /// Prefaults the memory for which the snapshot has no contents: all zones if the restore requests it, else

@@ -22,11 +22,7 @@ fn begun(recorded: &Recorded) -> Begun {
 
 /// The memory of a machine of this configuration.
 fn made(config: &VmConfig) -> std::sync::Arc<GuestRam> {
-    let origin = RamSources {
-        provided: Vec::new(),
-        locked: Vec::new(),
-        contents: InitialContents::MustBeEmpty,
-    };
+    let origin = RamSources { contents: InitialContents::MustBeEmpty, ..RamSources::default() };
     let bits = config.pci_address_bits.unwrap();
     make_arriving(&config.memory, layout_for(config, bits), origin).unwrap()
 }

@@ -10,11 +10,7 @@ use crate::machine::{layout_for, make_arriving};
 /// The memory of a machine of this configuration.
 fn made(adopted: &Adopted) -> std::sync::Arc<GuestRam> {
     let (config, bits) = (&adopted.config, adopted.platform.address_bits);
-    let origin = RamSources {
-        provided: Vec::new(),
-        locked: Vec::new(),
-        contents: InitialContents::MustBeEmpty,
-    };
+    let origin = RamSources { contents: InitialContents::MustBeEmpty, ..RamSources::default() };
     make_arriving(&config.memory, layout_for(config, bits), origin).unwrap()
 }
 

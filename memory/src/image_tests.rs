@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt as _;
+
+use super::*;
+use crate::config::{HugePageSize, RamConfig};
+use crate::layout::RamLayout;
+use crate::ram::{GuestRam, RamError, RamSources};
+
+const MIB: u64 = 1 << 20;
+const PAGES: u64 = 4 * MIB / PAGE_BYTES;
+/// The image's memory begins here in the file.
+const OFFSET: u64 = 3 * PAGE_BYTES;
+const GPA: u64 = 0;
+
+/// A file with `OFFSET` other bytes and then 4 MiB, of which only the pages in `data` are there, each filled with its
+/// number.
+fn file(data: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("memory");
+    let file = std::fs::File::create_new(&path).unwrap();
+    file.set_len(OFFSET + 4 * MIB).unwrap();
+    file.write_all_at(&[0xEE; PAGE_BYTES as usize], 0).unwrap();
+    for &page in data {
+        let bytes = [page; PAGE_BYTES as usize];
+        file.write_all_at(&bytes, OFFSET + u64::from(page) * PAGE_BYTES).unwrap();
+    }
+    (directory, path)
+}
+
+fn image(path: &std::path::Path) -> RamImage {
+    let file = Arc::new(OpenOptions::new().read(true).open(path).unwrap());
+    RamImage::new(file, vec![ImageRange { gpa: GPA, len_bytes: 4 * MIB, offset_bytes: OFFSET }])
+}
+
+fn zone(change: impl FnOnce(&mut ZoneSpec)) -> RamConfig {
+    let mut zone = ZoneSpec::new("z", 4 * MIB);
+    change(&mut zone);
+    RamConfig { zones: vec![zone] }
+}
+
+fn mapped(config: &RamConfig, image: RamImage) -> Result<GuestRam, RamError> {
+    let sources = RamSources { image: Some(image), ..RamSources::default() };
+    GuestRam::with_sources(config, RamLayout::default(), &sources)
+}
+
+fn page(ram: &GuestRam, number: u64) -> Vec<u8> {
+    let mut bytes = vec![0xAA; PAGE_BYTES as usize];
+    ram.regions()[0].read_page_range(number * PAGE_BYTES, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn copies_have_the_same_contents_and_each_its_own_writes() {
+    let (_directory, path) = file(&[1, 7]);
+    let before = std::fs::read(&path).unwrap();
+    let make = || mapped(&zone(|_| {}), image(&path)).unwrap();
+    let (one, other) = (make(), make());
+    assert_eq!(one.regions()[0].kind(), ZoneKind::PrivateFile);
+    assert!(!one.starts_zero());
+    for (number, byte) in [(0, 0), (1, 1), (7, 7), (PAGES - 1, 0)] {
+        assert!(page(&one, number).iter().all(|&found| found == byte), "page {number}");
+    }
+    one.regions()[0].write_range(7 * PAGE_BYTES, &[9; 16]).unwrap();
+    one.regions()[0].write_range(8 * PAGE_BYTES, &[9; 16]).unwrap();
+    assert_eq!(page(&one, 7)[..17], [&[9; 16][..], &[7]].concat());
+    assert!(page(&other, 7).iter().all(|&found| found == 7));
+    assert!(page(&other, 8).iter().all(|&found| found == 0));
+    drop((one, other));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+}
+
+#[test]
+fn what_may_hold_data_is_the_file_s_and_what_was_written() {
+    let (_directory, path) = file(&[1, 2, 7]);
+    let ram = mapped(&zone(|_| {}), image(&path)).unwrap();
+    let region = &ram.regions()[0];
+    region.write_range(100 * PAGE_BYTES, &[1]).unwrap();
+    // Written, so that it has a page of its own; it may not be left out although the file has it, too.
+    region.write_range(2 * PAGE_BYTES, &[1]).unwrap();
+    let runs = region.populated_runs(&(0..4 * MIB)).unwrap();
+    let holds = |page: u64| runs.iter().any(|run| run.contains(&(page * PAGE_BYTES)));
+    for page in [1, 2, 7, 100] {
+        assert!(holds(page), "page {page} is not in {runs:?}");
+    }
+    // Blocks of a file system may be larger than pages, and reads go ahead.
+    assert!(!holds(PAGES - 1) && !holds(500), "{runs:?}");
+    assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start), "{runs:?}");
+}
+
+#[test]
+fn what_is_discarded_reads_as_zero_and_not_as_the_file() {
+    let (_directory, path) = file(&[1]);
+    let ram = mapped(&zone(|_| {}), image(&path)).unwrap();
+    ram.regions()[0].zero_pages(&(PAGE_BYTES..2 * PAGE_BYTES)).unwrap();
+    assert!(page(&ram, 1).iter().all(|&found| found == 0));
+    // A balloon leaves it as it is: the file's page would come back.
+    let discarded = ram.discard(GPA..GPA + 4 * MIB);
+    assert_eq!(discarded.len_bytes(), 0);
+    assert!(page(&ram, 1).iter().all(|&found| found == 0));
+}
+
+#[test]
+fn other_memory_and_other_layouts_are_refused_by_name() {
+    let (_directory, path) = file(&[]);
+    let of = |change: fn(&mut ZoneSpec)| match mapped(&zone(change), image(&path)).unwrap_err() {
+        RamError::Image(error) => error.to_string(),
+        other => panic!("{other}"),
+    };
+    for (change, words) in [
+        ((|z| z.shared = true) as fn(&mut ZoneSpec), "shared"),
+        (|z| z.backing = Backing::Memfd, "memfd"),
+        (|z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 }, "huge"),
+        (|z| z.backing = Backing::File("/nowhere".into()), "file of its own"),
+    ] {
+        let said = of(change);
+        assert!(said.contains("'z'") && said.contains(words), "{said}");
+    }
+    let longer = of(|z| z.size_bytes = 8 * MIB);
+    assert!(longer.contains("0x800000"), "{longer}");
+    let file = Arc::new(OpenOptions::new().read(true).open(&path).unwrap());
+    let odd = ImageRange { gpa: GPA, len_bytes: 4 * MIB, offset_bytes: 512 };
+    let odd = mapped(&zone(|_| {}), RamImage::new(file, vec![odd])).unwrap_err();
+    assert!(matches!(odd, RamError::Image(ImageError::Layout { .. })), "{odd}");
+}
