@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 use crate::harness::loops::{Frozen, Loop, Mounted, format};
 use crate::harness::migrate::{Mode, Reception, Transport, failure_of};
-use crate::harness::{Suite, Vmm, VmmBuilder, wait_for};
+use crate::harness::{Suite, Vmm, VmmBuilder, process, wait_for};
 
 pub fn add(suite: &mut Suite) {
     suite.add("hung_disk::a_pause_is_taken_back_and_all_are_answered", pause);
@@ -291,11 +291,7 @@ fn signals() {
 
 /// Whether a thread of that name is in a system call that no signal ends.
 fn is_stuck(vmm: &Vmm, thread: &str) -> bool {
-    let tasks = fs::read_dir(format!("/proc/{}/task", vmm.pid())).expect("the threads");
-    tasks.flatten().any(|task| {
-        let stat = fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        stat.contains(&format!("({thread}) D "))
-    })
+    process::thread_states(vmm.pid()).contains(&(thread.to_owned(), 'D'))
 }
 
 fn snapshot() {

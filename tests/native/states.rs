@@ -242,6 +242,20 @@ fn hung() -> (Vmm, Box<dyn Any>) {
     (vmm, Box::new((frozen, rest)))
 }
 
+/// Waits until a machine that is being ended has no vCPUs any more, and the thread that ends it waits for the disk: until
+/// then threads and their descriptors go, whatever is asked meanwhile.
+#[track_caller]
+fn wait_until_the_disk_is_waited_for(vmm: &Vmm) {
+    wait_for("the end of all but the disk", || {
+        let threads = process::thread_states(vmm.pid());
+        let has_vcpus = threads.iter().any(|(name, _)| name.starts_with("vcpu"));
+        let ends = |(name, state): &(String, char)| {
+            *state == 'S' && ["vm-shutdown", "vm-reboot"].contains(&name.as_str())
+        };
+        (!has_vcpus && threads.iter().any(ends)).then_some(())
+    });
+}
+
 fn while_hung(
     request: Option<&'static str>,
     doing: Option<&'static str>,
@@ -251,6 +265,9 @@ fn while_hung(
     let waiting = request.map(|name| begin(&vmm, name, ""));
     if let Some(doing) = doing {
         wait_until_doing(&vmm, doing);
+    }
+    if doing == Some("ended") {
+        wait_until_the_disk_is_waited_for(&vmm);
     }
     Scene { vmm, doing, without, signal: Signal::Waits, waiting, blocker }
 }

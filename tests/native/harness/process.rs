@@ -50,13 +50,25 @@ pub fn thread_names(pid: u32) -> Vec<String> {
     names
 }
 
-/// Whether one of its threads waits in the kernel for what no signal interrupts.
-pub fn waits_in_the_kernel(pid: u32) -> bool {
+/// The names of its threads and what each does, as `/proc` has it: 'R' runs or waits for a processor, 'S' sleeps, 'D' waits
+/// in the kernel for what no signal interrupts.
+pub fn thread_states(pid: u32) -> Vec<(String, char)> {
+    let of = |stat: String| {
+        // The name may hold anything, parentheses too.
+        let (start, rest) = stat.rsplit_once(") ")?;
+        let (_, name) = start.split_once('(')?;
+        Some((name.to_owned(), rest.chars().next()?))
+    };
     fs::read_dir(format!("/proc/{pid}/task"))
         .expect("the process is there")
         .filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("stat")).ok())
-        // The name before the state may hold anything, parentheses too.
-        .any(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D')))
+        .filter_map(of)
+        .collect()
+}
+
+/// Whether one of its threads waits in the kernel for what no signal interrupts.
+pub fn waits_in_the_kernel(pid: u32) -> bool {
+    thread_states(pid).iter().any(|(_, state)| *state == 'D')
 }
 
 /// A field of `/proc/PID/status` in KiB.
