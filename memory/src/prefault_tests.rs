@@ -14,9 +14,8 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
 use super::*;
 use crate::host::Host;
-use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
+use crate::host::testing::{BorrowedHugePages, HugePagesTurn, is_mapped, smaps_bytes};
 use crate::plan::cut;
-use crate::region::Collapsing;
 use crate::{Backing, GuestRam, HugePageSize, RamConfig, RamLayout, ZoneSpec};
 
 const MIB: u64 = 1 << 20;
@@ -63,27 +62,26 @@ fn everything_is_resident_afterwards_and_nothing_changed() {
 }
 
 #[test]
-fn huge_pages_come_where_the_host_has_them() {
-    let policy = Host::real().huge_page_policy();
-    if policy.private {
-        let ram = ram("private", 16 * MIB, Backing::Anonymous, true);
-        ram.prefault(&small_chunks()).unwrap().wait().unwrap();
-        assert_eq!(smaps_bytes(ram.regions()[0].as_ptr(), "AnonHugePages"), 16 * MIB);
-    } else {
-        test_skip::skip!("huge pages for private memory: the host's setting is 'never'");
+fn private_huge_pages_come_where_the_host_has_them() {
+    if !Host::real().huge_page_policy().private {
+        return test_skip::skip!("huge pages for private memory: the host's setting is 'never'");
     }
-    // Shared memory: by advice where allowed, by collapse where the kernel supports it.
-    let shared = |id| ram(id, 16 * MIB, Backing::Memfd, true);
-    let probe = shared("probe");
-    probe.guest_memory().memory().write_slice(&vec![1; 2 << 20], GuestAddress(0)).unwrap();
-    let collapses = probe.regions()[0].collapse(&(0..2 * MIB)) == Collapsing::Done;
-    if policy.shared || collapses {
-        let shared = shared("shared");
-        shared.prefault(&small_chunks()).unwrap().wait().unwrap();
-        assert_eq!(smaps_bytes(shared.regions()[0].as_ptr(), "ShmemPmdMapped"), 16 * MIB);
-    } else {
-        test_skip::skip!("huge pages for shared memory: neither advice nor collapse give any");
-    }
+    let Some(turn) = HugePagesTurn::new(16 * MIB) else { return };
+    let ram = ram("private", 16 * MIB, Backing::Anonymous, true);
+    ram.prefault(&small_chunks()).unwrap().wait().unwrap();
+    let _ = turn.has_given(smaps_bytes(ram.regions()[0].as_ptr(), "AnonHugePages"), 16 * MIB);
+}
+
+#[test]
+fn shared_huge_pages_come_by_advice_or_by_collapse() {
+    let Some(turn) = HugePagesTurn::new(16 * MIB) else { return };
+    let ram = ram("shared", 16 * MIB, Backing::Memfd, true);
+    ram.prefault(&small_chunks()).unwrap().wait().unwrap();
+    let _ = turn.has_given(smaps_bytes(ram.regions()[0].as_ptr(), "ShmemPmdMapped"), 16 * MIB);
+}
+
+#[test]
+fn no_huge_pages_come_unasked() {
     let small = ram("small", 16 * MIB, Backing::Anonymous, false);
     small.prefault(&small_chunks()).unwrap().wait().unwrap();
     assert_eq!(smaps_bytes(small.regions()[0].as_ptr(), "AnonHugePages"), 0);
