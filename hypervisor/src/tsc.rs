@@ -264,6 +264,11 @@ mod tests {
             host_tsc_khz: Some(u32::MAX),
         };
         let time = TimeBase { elapsed_ns: u64::MAX, source: clock, here: clock };
-        let _ = target(&state, &time, Some(u32::MAX), u64::from(u32::MAX));
+        // (2^64 - 1) * (2^32 - 1) / 10^6 cycles have passed since a counter of -1 with an offset of -1; this host's is at -1.
+        let passed = 0xf7a0_a526_9595_ee13;
+        assert_eq!(
+            target(&state, &time, Some(u32::MAX), u64::from(u32::MAX)),
+            TscTarget::Offset(passed - 1)
+        );
     }
 }

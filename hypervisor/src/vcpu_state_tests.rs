@@ -165,9 +165,48 @@ proptest! {
         let at = cut % text.len();
         text[at] = byte;
         if let Ok(state) = serde_json::from_slice::<VcpuState>(&text) {
-            let _ = state.check();
+            let again = serde_json::from_str::<VcpuState>(&serde_json::to_string(&state).unwrap());
+            prop_assert_eq!(again.unwrap(), state.clone());
+            if state.check().is_ok() {
+                prop_assert!((1..=VCPU_STATE_VERSION).contains(&state.version));
+            }
         }
-        let _ = serde_json::from_slice::<VcpuState>(&text[..at]);
+        prop_assert!(serde_json::from_slice::<VcpuState>(&text[..at]).is_err(), "cut at {}", at);
+    }
+}
+
+proptest! {
+    /// A state passes only within each of the limits that KVM is counted on to keep.
+    #[test]
+    fn what_passes_the_check_is_within_the_limits(
+        version in 0..VCPU_STATE_VERSION + 2,
+        counts in (0_usize..300, 0_usize..1100),
+        lapic in 1000_usize..1050,
+        nested in prop::option::of((0_u32..9000, 128_usize..8400)),
+    ) {
+        let nested_blob = nested.map(|(size, len)| {
+            let mut buffer = vec![1; len];
+            buffer[4..8].copy_from_slice(&size.to_le_bytes());
+            Blob::new(&buffer)
+        });
+        let state = VcpuState {
+            version,
+            cpuid: vec![CpuidEntry::default(); counts.0],
+            msrs: vec![MsrValue::default(); counts.1],
+            lapic: Blob::new(&vec![1; lapic]),
+            nested: nested_blob,
+            ssp: None,
+            ..sample()
+        };
+        // What is not there of it is zero: the buffer for the kernel has always its full length.
+        let nested_fits =
+            nested.is_none_or(|(size, len)| (128..=8320).contains(&size) && len <= 8320);
+        let fits = (1..=VCPU_STATE_VERSION).contains(&version)
+            && counts.0 <= 256
+            && counts.1 <= 1024
+            && lapic <= 1024
+            && nested_fits;
+        prop_assert_eq!(state.check().is_ok(), fits, "{:?}", state.check());
     }
 }
 

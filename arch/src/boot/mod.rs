@@ -202,13 +202,13 @@ fn write(mem: &GuestMemory, bytes: &[u8], gpa: u64, what: &'static str) -> Resul
     })
 }
 
-/// Boots arbitrary bytes as kernel and, in part, as initramfs, in a small guest.
+/// Boots arbitrary bytes as kernel and, in part, as initramfs, in a small guest; returns whether that could be entered.
 #[cfg(any(test, feature = "testing"))]
-pub(crate) fn fuzz_kernel_image(bytes: &[u8]) {
+pub(crate) fn fuzz_kernel_image(bytes: &[u8]) -> bool {
     use std::io::Cursor;
 
     const RAM_BYTES: usize = 32 << 20;
-    let Ok(mem) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES)]) else { return };
+    let Ok(mem) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES)]) else { return false };
     let spec = BootSpec {
         cmdline: "console=hvc0",
         rsdp_gpa: layout::RSDP_GPA,
@@ -219,6 +219,13 @@ pub(crate) fn fuzz_kernel_image(bytes: &[u8]) {
     };
     let mut kernel = Cursor::new(bytes);
     let mut initramfs = Cursor::new(&bytes[bytes.len() / 2..]);
-    // Any answer is right here except a panic, a hang or an access outside guest memory.
-    drop(load_from(&mem, &mut kernel, Some(&mut initramfs), &spec));
+    // Any refusal is right here, as a panic, a hang or an access outside guest memory is not. What is taken is entered
+    // within RAM, and nothing lies over its command line.
+    let Ok(entry) = load_from(&mem, &mut kernel, Some(&mut initramfs), &spec) else { return false };
+    let (BootEntry::Pvh { entry_gpa, .. } | BootEntry::Linux64 { entry_gpa, .. }) = entry;
+    assert!(entry_gpa < RAM_BYTES as u64, "entered at {entry_gpa:#x}");
+    let mut cmdline = vec![0xff; spec.cmdline.len() + 1];
+    let read = mem.read_slice(&mut cmdline, GuestAddress(layout::CMDLINE_GPA));
+    assert!(read.is_ok() && cmdline == [spec.cmdline.as_bytes(), &[0]].concat(), "{cmdline:?}");
+    true
 }

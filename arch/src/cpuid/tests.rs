@@ -318,7 +318,7 @@ proptest! {
     #[test]
     fn any_host_and_topology_is_no_panic(
         values in prop::collection::vec((0_u32..0x30, 0_u32..20, any::<[u32; 4]>()), 0..60),
-        counts in any::<[u16; 4]>(),
+        counts in prop_oneof![any::<[u16; 4]>(), prop::array::uniform4(1_u16..9)],
         vcpu: u32,
         flags in any::<[bool; 4]>(),
     ) {
@@ -333,7 +333,13 @@ proptest! {
             let [nested, amx, hyperv, msi_ext_dest_id] = flags;
             let config = CpuidConfig { nested, amx, msi_ext_dest_id, hyperv, ..CpuidConfig::new(topology) };
             let vm = common_cpuid(&host, &config);
-            let _ = vm.for_vcpu(vcpu);
+            let own = vm.for_vcpu(vcpu).unwrap();
+            let ids = own.as_slice().iter().filter(|it| matches!(it.function, 0xb | 0x1f));
+            let apic_id = topology.apic_id(vcpu);
+            for entry in ids {
+                prop_assert_eq!(entry.edx, apic_id, "{:#x}", entry.function);
+            }
+            prop_assert_eq!(leaf(&own, 1, 0).ebx >> 24, apic_id & 0xff);
             prop_assert_eq!(cpuid_compat(vm.entries(), vm.entries()), Ok(()));
         }
     }

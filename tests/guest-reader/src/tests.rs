@@ -135,8 +135,19 @@ proptest! {
     }
 
     #[test]
-    fn any_line_of_a_map_is_survived(line in ".{0,80}") {
-        let _ = crate::process::anonymous_line(&line);
+    fn a_line_of_a_map_is_a_range_of_private_memory_or_nothing(
+        (start, end) in any::<(u64, u64)>(),
+        flags in "r[w-][x-][ps]",
+        inode in 0_u64..3,
+        name in "|/file|\\[heap\\]|\\[anon:x\\]",
+        other in ".{0,80}",
+    ) {
+        let line = format!("{start:x}-{end:x} {flags} 00000000 00:00 {inode}   {name}");
+        let is_meant = flags.starts_with("rw") && flags.ends_with('p') && inode == 0
+            && (name.is_empty() || name.starts_with("[anon")) && start < end;
+        prop_assert_eq!(crate::process::anonymous_line(&line), is_meant.then_some((start, end)));
+        let found = crate::process::anonymous_line(&other);
+        prop_assert!(found.is_none_or(|(start, end)| start < end && other.contains("rw")));
     }
 
     #[test]

@@ -220,10 +220,68 @@ mod tests {
         assert_eq!(fault_report(fault)[..8], [1, 0, 0, 0, 2, 1, 0, 0]);
     }
 
+    /// A request as a driver writes it.
+    fn written(request: Request) -> Vec<u8> {
+        let small = |numbers: &[u32]| numbers.iter().flat_map(|it| it.to_le_bytes()).collect();
+        let large = |numbers: &[u64]| numbers.iter().flat_map(|it| it.to_le_bytes()).collect();
+        let parts: [Vec<u8>; 4] = match request {
+            Request::Attach { domain, endpoint, bypass } => {
+                [small(&[1, domain, endpoint, bypass.into(), 0]), vec![], vec![], vec![]]
+            }
+            Request::Detach { domain, endpoint } => {
+                [small(&[2, domain, endpoint, 0, 0]), vec![], vec![], vec![]]
+            }
+            Request::Map { domain, first, last, gpa, flags } => {
+                [small(&[3, domain]), large(&[first, last, gpa]), small(&[flags]), vec![]]
+            }
+            Request::Unmap { domain, first, last } => {
+                [small(&[4, domain]), large(&[first, last]), small(&[0]), vec![]]
+            }
+            Request::Probe { endpoint } => [small(&[5, endpoint]), vec![], vec![], vec![]],
+        };
+        parts.concat()
+    }
+
     proptest! {
+        /// What is taken says what the bytes say, and what is refused has its reason: that it ends too early, or a reserved
+        /// byte or flag.
         #[test]
-        fn no_request_upsets_it(request in prop::collection::vec(any::<u8>(), 0..80)) {
-            let _ = Request::parse(&request);
+        fn any_request_is_taken_as_it_is_written_or_refused(
+            kind in 0_u8..8,
+            flags in prop_oneof![Just(0_u32), Just(1), any::<u32>()],
+            reserved in prop_oneof![Just(0_u32), any::<u32>()],
+            mut request in prop::collection::vec(any::<u8>(), 0..80),
+        ) {
+            let mut put = |at: usize, bytes: &[u8]| {
+                request.iter_mut().skip(at).zip(bytes).for_each(|(to, from)| *to = *from);
+            };
+            put(0, &[kind]);
+            if kind == ATTACH {
+                put(12, &flags.to_le_bytes());
+                put(16, &reserved.to_le_bytes());
+            } else if kind == UNMAP {
+                put(24, &reserved.to_le_bytes());
+            }
+            match Request::parse(&request) {
+                Ok(read) => {
+                    let mut expected = request.clone();
+                    // Reserved, and not looked at.
+                    expected[1..4].fill(0);
+                    if kind == DETACH {
+                        expected[12..20].fill(0);
+                    }
+                    let written = written(read);
+                    prop_assert_eq!(Some(&written[..]), expected.get(..written.len()));
+                }
+                Err(Status::Unsupported) => prop_assert!(!(1..=5).contains(&kind)),
+                Err(Status::Invalid) => {
+                    let len_bytes = [1, 20, 20, 36, 28, 8, 1, 1][usize::from(kind)];
+                    let is_odd = kind == ATTACH && (flags > 1 || reserved != 0)
+                        || kind == UNMAP && reserved != 0;
+                    prop_assert!(request.len() < len_bytes || is_odd, "{:?}", request);
+                }
+                Err(other) => prop_assert!(false, "{:?}", other),
+            }
         }
     }
 }
