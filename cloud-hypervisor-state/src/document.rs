@@ -201,17 +201,18 @@ impl DeviceManager {
     }
 }
 
-/// Fuzzes both documents: what is read is written so that it reads the same.
+/// Fuzzes both documents: what is read is written so that it reads the same. Returns whether it could be read.
 #[cfg(any(test, feature = "testing"))]
-pub fn fuzz_document(bytes: &[u8]) {
-    let Some((first, rest)) = bytes.split_first() else { return };
+pub fn fuzz_document(bytes: &[u8]) -> bool {
+    let Some((first, rest)) = bytes.split_first() else { return false };
     if *first == b'c' {
-        let Ok(message) = crate::ConfigMessage::read(rest) else { return };
+        let Ok(message) = crate::ConfigMessage::read(rest) else { return false };
         let written = message.write().map(|bytes| crate::ConfigMessage::read(&bytes));
         assert!(matches!(written, Ok(Ok(again)) if again == message), "read otherwise");
     } else {
-        let Ok(document) = Document::read(rest) else { return };
+        let Ok(document) = Document::read(rest) else { return false };
         let written = document.write().map(|bytes| Document::read(&bytes));
         assert!(matches!(written, Ok(Ok(again)) if again == document), "read otherwise");
     }
+    true
 }
