@@ -93,6 +93,9 @@ fn main() -> ExitCode {
                 .about("Guest accesses that wait for a page, compared with a raw socket and QEMU")
                 .arg(path("baseline", BASELINE_HELP)),
         )
+        .subcommand(common("postcopy-waits", "3").about(
+            "Where an access that waits for a page spends its time, and how much of it without a processor",
+        ))
         .subcommand(common("postcopy-throughput", "3").about(
             "Time until the last page compared with a raw copy, and the guest's speed meanwhile",
         ))
@@ -121,6 +124,8 @@ fn main() -> ExitCode {
         Ok(report) => {
             if arguments.get_flag("json") {
                 println!("{}", report.json());
+            } else if name == "postcopy-waits" {
+                print!("{}", postcopy::waits::table(&report));
             } else {
                 print!("{}", report.text());
             }
@@ -165,6 +170,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "prezero-pool" => prezero::run(&vmm, &guest, runs),
         "prezero-hints" => reuse::run(&programs, runs),
         "postcopy-latency" => postcopy::latency::run(&programs, baseline.as_ref(), runs),
+        "postcopy-waits" => postcopy::waits::run(&programs, runs),
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
         "tls" => tls::run(&programs, runs),
         "sandbox" => sandbox::run(&programs, runs),

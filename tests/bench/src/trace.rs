@@ -2,7 +2,7 @@
 //! Observes through the kernel's tracing when a VMM first runs a vCPU and when its guest first
 //! accesses an unassigned address. The same for every VMM, without a change to any of them.
 //!
-//! Owns an instance of tracefs, removed when dropped. Only the two filtered events are enabled,
+//! Owns instances of tracefs, removed when dropped. Of the marks only the two filtered events are enabled,
 //! which occur a handful of times per boot. Must never be required: without tracefs its figures are
 //! left out.
 
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Ioctl number of `KVM_RUN`.
-const KVM_RUN: u32 = 0xae80;
+pub const KVM_RUN: u32 = 0xae80;
 
 /// Microseconds on the monotonic clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,20 +23,53 @@ pub struct Marks {
     pub first_mmio_us: Option<f64>,
 }
 
-/// A trace.
-pub struct Trace {
+/// A trace of its own, with its own events and buffers.
+pub struct Instance {
     folder: PathBuf,
     mounted: Option<PathBuf>,
 }
 
+impl Instance {
+    /// An empty one with times of the monotonic clock.
+    pub fn create() -> io::Result<Self> {
+        let (root, mounted) = tracefs()?;
+        let folder = root.join(format!("instances/godwit-bench-{}", std::process::id()));
+        if let Err(error) = fs::create_dir(&folder) {
+            unmount(mounted.as_deref());
+            return Err(error);
+        }
+        let instance = Self { folder, mounted };
+        instance.set("trace_clock", "mono")?;
+        Ok(instance)
+    }
+
+    /// Writes one of its files.
+    pub fn set(&self, name: &str, value: &str) -> io::Result<()> {
+        fs::write(self.folder.join(name), value)
+    }
+
+    /// Reads one of its files.
+    pub fn get(&self, name: &str) -> io::Result<String> {
+        // A name of a thread can hold any bytes.
+        Ok(String::from_utf8_lossy(&fs::read(self.folder.join(name))?).into_owned())
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        let _ = self.set("events/enable", "0");
+        let _ = fs::remove_dir(&self.folder);
+        unmount(self.mounted.as_deref());
+    }
+}
+
+/// A trace of the marks.
+pub struct Trace(Instance);
+
 impl Trace {
     /// Starts tracing; `mmio_gpa` is the address of interest.
     pub fn start(mmio_gpa: u64) -> io::Result<Self> {
-        let (root, mounted) = tracefs()?;
-        let folder = root.join(format!("instances/godwit-bench-{}", std::process::id()));
-        fs::create_dir(&folder)?;
-        let trace = Self { folder, mounted };
-        trace.set("trace_clock", "mono")?;
+        let trace = Instance::create()?;
         // Other VMs of this machine are ignored: only processes that this one starts count.
         trace.set("set_event_pid", &std::process::id().to_string())?;
         trace.set("options/event-fork", "1")?;
@@ -44,29 +77,17 @@ impl Trace {
         trace.set("events/kvm/kvm_mmio/filter", &format!("gpa == {mmio_gpa:#x}"))?;
         trace.set("events/syscalls/sys_enter_ioctl/enable", "1")?;
         trace.set("events/kvm/kvm_mmio/enable", "1")?;
-        Ok(trace)
-    }
-
-    fn set(&self, name: &str, value: &str) -> io::Result<()> {
-        fs::write(self.folder.join(name), value)
+        Ok(Self(trace))
     }
 
     /// Clears the recorded trace.
     pub fn clear(&self) -> io::Result<()> {
-        self.set("trace", "")
+        self.0.set("trace", "")
     }
 
     /// The times recorded since.
     pub fn marks(&self) -> io::Result<Marks> {
-        Ok(parse(&fs::read_to_string(self.folder.join("trace"))?))
-    }
-}
-
-impl Drop for Trace {
-    fn drop(&mut self) {
-        let _ = self.set("events/enable", "0");
-        let _ = fs::remove_dir(&self.folder);
-        unmount(self.mounted.as_deref());
+        Ok(parse(&self.0.get("trace")?))
     }
 }
 

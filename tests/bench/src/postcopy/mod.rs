@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Benchmarks of postcopy: `postcopy-latency`, `postcopy-throughput` and `postcopy-scaling`.
+//! Benchmarks of postcopy: `postcopy-latency`, `postcopy-waits`, `postcopy-throughput` and
+//! `postcopy-scaling`.
 //!
 //! | file | owns |
 //! | --- | --- |
 //! | `guest` | one migration, by the guest's own clock and records |
 //! | `latency` | a faulting access compared with the raw round trip, the floor and QEMU |
+//! | `waits` | the steps of a faulting access, and which of them wait for a processor |
 //! | `throughput` | the time until the last page compared with a raw copy |
 //! | `scaling` | faulting threads on plain memory, without KVM |
 //! | `floor` | the lower bound of a fault over a socket |
@@ -20,6 +22,7 @@ pub mod scaling;
 mod stream;
 pub mod throughput;
 mod uffd;
+pub mod waits;
 
 /// Converts nanoseconds to microseconds.
 fn us(ns: u64) -> f64 {

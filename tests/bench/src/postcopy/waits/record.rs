@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Records what the threads of a migration do while vCPUs wait for pages.
+//!
+//! Owns the choice of events and threads, and the time for which they are recorded. Must never record threads that
+//! have no part in a wait: those of the background would only be slowed down.
+
+use std::fs;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::chain::Roles;
+use super::events;
+use crate::trace::Instance;
+
+/// How long at most, from when the threads are there.
+const RECORD: Duration = Duration::from_millis(1500);
+/// Distance between two looks for them.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Room for events, KiB for each processor.
+const BUFFER_KIB: &str = "24576";
+
+/// Ready to record, or why this machine does not let that be done.
+pub fn prepare() -> io::Result<Instance> {
+    let instance = Instance::create()?;
+    instance.set("tracing_on", "0")?;
+    instance.set("buffer_size_kb", BUFFER_KIB)?;
+    // The beginning is kept: it is then known of each thread what it does.
+    instance.set("options/overwrite", "0")?;
+    for call in ["sys_enter", "sys_exit"] {
+        instance.set(&format!("events/raw_syscalls/{call}/filter"), &events::filter())?;
+        instance.set(&format!("events/raw_syscalls/{call}/enable"), "1")?;
+    }
+    for event in ["sched_waking", "sched_switch"] {
+        instance.set(&format!("events/sched/{event}/enable"), "1")?;
+    }
+    Ok(instance)
+}
+
+/// Records from when the destination has its threads until `over`, or long enough. Returns the text and who is who.
+pub fn record(
+    instance: &Instance,
+    [source, destination]: [u32; 2],
+    vcpus: usize,
+    over: &AtomicBool,
+) -> Result<(String, Roles), String> {
+    let roles = loop {
+        if over.load(Ordering::Acquire) {
+            return Err("the migration was over before its threads were found".to_owned());
+        }
+        let roles = roles(source, destination);
+        if roles.vcpus.len() >= vcpus && !roles.receivers.is_empty() && !roles.servers.is_empty() {
+            break roles;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    };
+    let recorded = || {
+        let threads: Vec<String> = roles.parts().map(|thread| thread.to_string()).collect();
+        instance.set("set_event_pid", &threads.join(" "))?;
+        instance.set("tracing_on", "1")?;
+        let began = Instant::now();
+        while !over.load(Ordering::Acquire) && began.elapsed() < RECORD {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        instance.set("tracing_on", "0")?;
+        let text = instance.get("trace")?;
+        if lost(instance)? > 0 {
+            return Err(io::Error::other("there was no room for all events"));
+        }
+        Ok(text)
+    };
+    let text = recorded().map_err(|error: io::Error| format!("recording: {error}"))?;
+    Ok((text, roles))
+}
+
+/// Events of all processors for which there was no room.
+fn lost(instance: &Instance) -> io::Result<u64> {
+    let mut lost = 0;
+    for number in 0.. {
+        let Ok(stats) = instance.get(&format!("per_cpu/cpu{number}/stats")) else { break };
+        lost += parse_lost(&stats);
+    }
+    Ok(lost)
+}
+
+fn parse_lost(stats: &str) -> u64 {
+    let of = |line: &str| {
+        let (name, count) = line.split_once(": ")?;
+        let is_loss = ["overrun", "commit overrun", "dropped events"].contains(&name);
+        is_loss.then(|| count.trim().parse::<u64>().ok())?
+    };
+    stats.lines().filter_map(of).sum()
+}
+
+/// The threads by their names.
+fn roles(source: u32, destination: u32) -> Roles {
+    let mut roles = Roles::default();
+    for (thread, name) in threads(destination) {
+        roles.own.insert(thread);
+        match name.as_str() {
+            "mig-faults" => roles.readers.insert(thread),
+            "mig-urgent" => roles.receivers.insert(thread),
+            _ if name.strip_prefix("vcpu").is_some_and(|rest| rest.parse::<u32>().is_ok()) => {
+                roles.vcpus.insert(thread)
+            }
+            _ => false,
+        };
+    }
+    for (thread, name) in threads(source) {
+        roles.own.insert(thread);
+        if name == "mig-urgent" {
+            roles.servers.insert(thread);
+        }
+    }
+    roles
+}
+
+fn threads(pid: u32) -> Vec<(u32, String)> {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let of = |task: fs::DirEntry| {
+        let name = fs::read_to_string(task.path().join("comm")).ok()?;
+        Some((task.file_name().to_str()?.parse().ok()?, name.trim_end().to_owned()))
+    };
+    tasks.filter_map(Result::ok).filter_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_events_are_found() {
+        let stats = "entries: 17\noverrun: 0\ncommit overrun: 2\nbytes: 1156\n\
+                     oldest event ts: 30416.688012\nnow ts: 30416.789318\ndropped events: 3\nread events: 9\n";
+        assert_eq!(parse_lost(stats), 5);
+    }
+
+    #[test]
+    fn threads_are_known_by_their_names() {
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let (end, ends) = std::sync::mpsc::channel::<()>();
+        let ends = std::sync::Arc::new(std::sync::Mutex::new(ends));
+        let names = ["vcpu0", "vcpu12", "vcpux", "mig-faults", "mig-urgent", "mig-pages"];
+        let threads: Vec<_> = names
+            .into_iter()
+            .map(|name| {
+                let (ready, ends) = (ready.clone(), std::sync::Arc::clone(&ends));
+                let named = std::thread::Builder::new().name(name.to_owned());
+                let work = move || {
+                    ready.send(()).is_ok() && ends.lock().is_ok_and(|ends| ends.recv().is_err())
+                };
+                named.spawn(work).expect("a thread")
+            })
+            .collect();
+        names.iter().for_each(|_| is_ready.recv().expect("it has begun"));
+        let roles = roles(std::process::id(), std::process::id());
+        drop(end);
+        assert!(threads.into_iter().all(|thread| thread.join().is_ok_and(|ended| ended)));
+        let counts = [roles.vcpus.len(), roles.readers.len(), roles.receivers.len()];
+        assert_eq!((counts, roles.servers), ([2, 1, 1], roles.receivers));
+    }
+}

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! When each thread of a trace ran, slept, or could run and did not.
+//!
+//! Owns the states of threads. Must never know what they are for.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::events::{Event, IDLE, What};
+
+/// A stretch in which a thread could run and did not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ready {
+    from_us: u64,
+    to_us: u64,
+    /// The thread that ran before it on its processor.
+    behind: u32,
+}
+
+/// Time without a processor, by who had last the one on which the thread ran then.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Without {
+    /// A thread of the migration's two processes.
+    pub own_us: u64,
+    /// Another thread.
+    pub others_us: u64,
+    /// None: until an idle processor has woken up.
+    pub idle_us: u64,
+}
+
+impl Without {
+    pub fn all_us(self) -> u64 {
+        self.own_us + self.others_us + self.idle_us
+    }
+
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            own_us: self.own_us + other.own_us,
+            others_us: self.others_us + other.others_us,
+            idle_us: self.idle_us + other.idle_us,
+        }
+    }
+}
+
+/// A time when a sleeping thread was woken, and when it ran. The first is a place in the trace as well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WakeUp {
+    /// Place of the event.
+    pub at: usize,
+    pub woken_us: u64,
+    pub runs_us: u64,
+}
+
+/// What is known of a thread.
+#[derive(Default)]
+struct Thread {
+    ready: Vec<Ready>,
+    wake_ups: Vec<WakeUp>,
+    sleeps: bool,
+    /// Since when it could run, and by the waking at which place.
+    since: Option<(u64, Option<usize>)>,
+}
+
+/// All threads of a trace.
+pub struct Threads {
+    threads: BTreeMap<u32, Thread>,
+    own: BTreeSet<u32>,
+}
+
+impl Threads {
+    /// `own`: those of the migration's two processes.
+    pub fn of(events: &[Event], own: &BTreeSet<u32>) -> Self {
+        let mut threads: BTreeMap<u32, Thread> = BTreeMap::new();
+        for (at, event) in events.iter().enumerate() {
+            match event.what {
+                What::Waking(woken) => {
+                    let thread = threads.entry(woken).or_default();
+                    // One that runs, or waits for a processor already, is not woken by that.
+                    if thread.sleeps {
+                        thread.sleeps = false;
+                        thread.since = Some((event.us, Some(at)));
+                    }
+                }
+                What::Switch { from, sleeps, to } => {
+                    let thread = threads.entry(from).or_default();
+                    thread.sleeps = sleeps;
+                    thread.since = (!sleeps).then_some((event.us, None));
+                    let thread = threads.entry(to).or_default();
+                    thread.sleeps = false;
+                    let Some((from_us, woken)) = thread.since.take() else { continue };
+                    thread.ready.push(Ready { from_us, to_us: event.us, behind: from });
+                    let wake_up = |at| WakeUp { at, woken_us: from_us, runs_us: event.us };
+                    thread.wake_ups.extend(woken.map(wake_up));
+                }
+                What::Enter { .. } | What::Exit { .. } => {}
+            }
+        }
+        Self { threads, own: own.clone() }
+    }
+
+    /// How long a thread had no processor between two times, and could have used one.
+    pub fn without(&self, thread: u32, from_us: u64, to_us: u64) -> Without {
+        let mut sum = Without::default();
+        let Some(thread) = self.threads.get(&thread) else { return sum };
+        let first = thread.ready.partition_point(|ready| ready.to_us <= from_us);
+        for ready in thread.ready.iter().skip(first) {
+            if ready.from_us >= to_us {
+                break;
+            }
+            let us = ready.to_us.min(to_us).saturating_sub(ready.from_us.max(from_us));
+            *match ready.behind {
+                IDLE => &mut sum.idle_us,
+                one if self.own.contains(&one) => &mut sum.own_us,
+                _ => &mut sum.others_us,
+            } += us;
+        }
+        sum
+    }
+
+    /// The first wake-up of a thread between two places of the trace.
+    pub fn wake_up(&self, thread: u32, from: usize, to: usize) -> Option<WakeUp> {
+        let all = &self.threads.get(&thread)?.wake_ups;
+        let first = all.get(all.partition_point(|one| one.at < from))?;
+        (first.at < to).then_some(*first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(us: u64, what: What) -> Event {
+        Event { us, by: 1, what }
+    }
+
+    fn switch(us: u64, from: u32, sleeps: bool, to: u32) -> Event {
+        event(us, What::Switch { from, sleeps, to })
+    }
+
+    #[test]
+    fn a_thread_without_a_processor_waits_for_a_busy_or_an_idle_one() {
+        let events = [
+            switch(100, 7, true, 8),
+            event(110, What::Waking(7)),
+            event(115, What::Waking(7)),
+            switch(130, 8, false, 7),
+            switch(140, 7, false, 9),
+            switch(160, 9, true, 7),
+            switch(170, 7, true, IDLE),
+            event(180, What::Waking(7)),
+            switch(230, IDLE, false, 7),
+            event(240, What::Waking(7)),
+        ];
+        let threads = Threads::of(&events, &BTreeSet::from([7, 8]));
+        let all = Without { own_us: 20, others_us: 20, idle_us: 50 };
+        assert_eq!(threads.without(7, 0, 1000), all);
+        assert_eq!(all.all_us(), 90);
+        let part = Without { own_us: 5, others_us: 20, idle_us: 10 };
+        assert_eq!(threads.without(7, 125, 190), part);
+        assert_eq!(threads.without(7, 130, 140), Without::default());
+        assert_eq!(threads.without(9, 0, 1000), Without::default());
+        let first = WakeUp { at: 1, woken_us: 110, runs_us: 130 };
+        let second = WakeUp { at: 7, woken_us: 180, runs_us: 230 };
+        assert_eq!(threads.wake_up(7, 0, 100), Some(first));
+        assert_eq!(threads.wake_up(7, 2, 8), Some(second));
+        assert_eq!(threads.wake_up(7, 2, 7), None);
+    }
+}
