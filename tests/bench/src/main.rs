@@ -56,6 +56,7 @@ fn main() -> ExitCode {
                     "Live migration of idle and writing guests, compared with a raw copy and QEMU",
                 )
                 .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
+                .arg(flag("large", LARGE_HELP))
                 .arg(path("baseline", BASELINE_HELP)),
         )
         .subcommand(common("migration-cost", "3").about(
@@ -96,9 +97,11 @@ fn main() -> ExitCode {
         .subcommand(common("postcopy-waits", "3").about(
             "Where an access that waits for a page spends its time, and how much of it without a processor",
         ))
-        .subcommand(common("postcopy-throughput", "3").about(
-            "Time until the last page compared with a raw copy, and the guest's speed meanwhile",
-        ))
+        .subcommand(
+            common("postcopy-throughput", "3")
+                .about("Time until the last page compared with a raw copy, and the guest's speed meanwhile")
+                .arg(flag("large", LARGE_HELP)),
+        )
         .subcommand(
             common("postcopy-scaling", "3")
                 .about("Faults per second for 1 to 160 threads, without KVM"),
@@ -149,6 +152,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         return scale::run(runs);
     }
     let (vmm, guest) = (path("vmm"), path("guest"));
+    let large = matches!(arguments.try_get_one::<bool>("large"), Ok(Some(true)));
     let remote = vmm.with_file_name("ch-remote");
     let programs = pair::Programs {
         vmm: &vmm,
@@ -157,6 +161,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         options: &[],
         memory: "",
         vcpus: pair::VCPUS,
+        memory_mib: if large { pair::LARGE_MIB } else { pair::MEMORY_MIB },
     };
     let baseline = baseline(arguments)?;
     let baseline =
@@ -171,7 +176,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "prezero-hints" => reuse::run(&programs, runs),
         "postcopy-latency" => postcopy::latency::run(&programs, baseline.as_ref(), runs),
         "postcopy-waits" => postcopy::waits::run(&programs, runs),
-        "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
+        "postcopy-throughput" => postcopy::throughput::run(&programs, large, runs),
         "tls" => tls::run(&programs, runs),
         "sandbox" => sandbox::run(&programs, runs),
         "upgrade" => upgrade::run(&programs, runs),
@@ -180,11 +185,13 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "fault-model" => faults::model::run(&programs, runs),
         _ => {
             let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
-            precopy::run(&precopy::Setup { programs, baseline, downtime_ms }, runs)
+            precopy::run(&precopy::Setup { programs, baseline, downtime_ms, large }, runs)
         }
     }
 }
 
+const LARGE_HELP: &str =
+    "A guest of 2.7 GiB instead, into memory of a pool, compared with QEMU and a raw copy";
 const BASELINE_HELP: &str =
     "Another build of cloud-hypervisor, with its ch-remote alongside it, that is measured as well";
 

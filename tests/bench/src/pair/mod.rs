@@ -18,6 +18,8 @@ use crate::process;
 
 /// Guest RAM.
 pub const MEMORY_MIB: u64 = 1024;
+/// That of a large guest: what QEMU's machine has below 4 GiB without a hole.
+pub const LARGE_MIB: u64 = 2765;
 /// vCPUs of the guest.
 pub const VCPUS: u32 = 2;
 /// Time limit for the guest to boot and fill its memory, or to appear at its destination.
@@ -40,6 +42,8 @@ pub struct Programs<'a> {
     pub memory: &'a str,
     /// vCPUs of the guest; QEMU has always [`VCPUS`].
     pub vcpus: u32,
+    /// Guest RAM.
+    pub memory_mib: u64,
 }
 
 /// Two VMMs, the first one with the guest.
@@ -48,6 +52,8 @@ pub trait Pair {
     fn source_pid(&self) -> u32;
     /// Process ID of the destination.
     fn destination_pid(&self) -> u32;
+    /// Guest RAM.
+    fn memory_mib(&self) -> u64;
     /// Migrates; returns when the source reports the end.
     fn migrate(&mut self) -> Result<(), Box<dyn Error>>;
     /// Waits until the source's process has ended after a migration, and is told to where it would not by itself;
@@ -91,6 +97,14 @@ pub const IDLE: Workload = Workload {
 pub const RANDOM_WRITING: Workload = Workload {
     name: "random-writing",
     cmdline: "workload=random-write mem=700M pace_ns=42553",
+    then: "reset=1",
+    visits: true,
+};
+
+/// The same for [`LARGE_MIB`].
+pub const LARGE_WRITING: Workload = Workload {
+    name: "large, random-writing",
+    cmdline: "workload=random-write mem=2458M pace_ns=42553",
     then: "reset=1",
     visits: true,
 };

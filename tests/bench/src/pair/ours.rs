@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{MEMORY_MIB, Pair, Programs};
+use super::{Pair, Programs};
 use crate::child::Killed;
 
 /// Interval at which an event file is polled.
@@ -35,6 +35,7 @@ pub struct Ours {
     receiver: Option<Killed>,
     remote: PathBuf,
     option: String,
+    memory_mib: u64,
     _folder: TempDir,
 }
 
@@ -107,7 +108,8 @@ impl Ours {
         let address = ready["properties"]["address"].as_str().unwrap_or_default();
         let option = format!("destination_url={address}{send}");
         let (remote, receiver) = (programs.remote.to_owned(), Some(receiver));
-        Ok(Self { source, destination, receiver, remote, option, _folder: folder })
+        let memory_mib = programs.memory_mib;
+        Ok(Self { source, destination, receiver, remote, option, memory_mib, _folder: folder })
     }
 }
 
@@ -171,6 +173,10 @@ impl Pair for Ours {
         self.destination.child.pid()
     }
 
+    fn memory_mib(&self) -> u64 {
+        self.memory_mib
+    }
+
     fn migrate(&mut self) -> Result<(), Box<dyn Error>> {
         let output = remote(&self.remote, &self.source.socket)
             .args(["send-migration", &self.option])
@@ -200,7 +206,7 @@ impl Vmm {
         programs: &Programs,
         cmdline: &str,
     ) -> Result<Self, Box<dyn Error>> {
-        let memory = format!("size={MEMORY_MIB}M,shared=on{}", programs.memory);
+        let memory = format!("size={}M,shared=on{}", programs.memory_mib, programs.memory);
         let mut command = Command::new(programs.vmm);
         command
             .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])

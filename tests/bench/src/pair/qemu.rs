@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::{MEMORY_MIB, Pair, Programs, VCPUS};
+use super::{Pair, Programs, VCPUS};
 use crate::child::Killed;
 use crate::qemu::{CPU, PROGRAM, QBOOT};
 
@@ -64,6 +64,7 @@ pub struct Qemu {
     destination: Machine,
     uri: String,
     way: Way,
+    memory_mib: u64,
     _folder: TempDir,
 }
 
@@ -72,7 +73,7 @@ impl Qemu {
     pub fn start(programs: &Programs, cmdline: &str, way: Way) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let start = |name: &str, more: &[&str]| {
-            Machine::start(programs.guest, cmdline, &folder.path().join(name), more)
+            Machine::start(programs, cmdline, &folder.path().join(name), more)
         };
         let mut source = start("a", &[])?;
         let mut destination = start("b", &["-incoming", "defer"])?;
@@ -85,7 +86,8 @@ impl Qemu {
             .as_str()
             .ok_or_else(|| format!("QEMU does not say where it listens: {answer}"))?;
         let uri = format!("tcp:127.0.0.1:{port}");
-        Ok(Self { source, destination, uri, way, _folder: folder })
+        let memory_mib = programs.memory_mib;
+        Ok(Self { source, destination, uri, way, memory_mib, _folder: folder })
     }
 }
 
@@ -96,6 +98,10 @@ impl Pair for Qemu {
 
     fn destination_pid(&self) -> u32 {
         self.destination.child.pid()
+    }
+
+    fn memory_mib(&self) -> u64 {
+        self.memory_mib
     }
 
     fn migrate(&mut self) -> Result<(), Box<dyn Error>> {
@@ -126,21 +132,22 @@ impl Pair for Qemu {
 
 impl Machine {
     fn start(
-        guest: &Path,
+        programs: &Programs,
         cmdline: &str,
         socket: &Path,
         more: &[&str],
     ) -> Result<Self, Box<dyn Error>> {
+        let memory_mib = programs.memory_mib;
         let mut child = Killed::spawn(
             Command::new(PROGRAM)
                 .args(["-accel", "kvm", "-cpu", CPU, "-nodefaults", "-display", "none"])
                 // So that threads have names.
                 .args(["-name", "guest,debug-threads=on"])
                 .args(["-no-reboot", "-bios", QBOOT, "-append", cmdline, "-kernel"])
-                .arg(guest)
-                .args(["-smp", &VCPUS.to_string(), "-m", &format!("{MEMORY_MIB}M")])
+                .arg(programs.guest)
+                .args(["-smp", &VCPUS.to_string(), "-m", &format!("{memory_mib}M")])
                 .args(["-M", "q35,memory-backend=ram", "-object"])
-                .arg(format!("memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on"))
+                .arg(format!("memory-backend-memfd,id=ram,size={memory_mib}M,share=on"))
                 .args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
                 .args(more)
                 .stdin(Stdio::null())

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use guest_reader::{Guest, Histogram, Status};
 
-use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
+use crate::pair::{PATIENCE, Pair, Workload, float, ms, per_second, prepare};
 use crate::raw;
 
 /// Duration of the measurement of the speed before the migration.
@@ -36,7 +36,7 @@ pub struct Moved {
 /// Migrates the guest of `pair`.
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Moved, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
-    raw::warm((2 * MEMORY_MIB) << 20)?;
+    raw::warm((2 * pair.memory_mib()) << 20)?;
     let (began, first) = (Instant::now(), workload.work(&source.status()?));
     std::thread::sleep(BEFORE);
 

@@ -17,6 +17,7 @@ use crate::machine;
 use crate::pair::ours::Ours;
 use crate::pair::qemu::{self, Qemu, Way};
 use crate::pair::{Pair, Programs, RANDOM_WRITING, float};
+use crate::pool::{Pool, UNLIMITED};
 use crate::report::{Figure, Report, Target};
 
 /// Number of round trips, and of faults of the floor, in each run.
@@ -34,16 +35,19 @@ enum Candidate {
     /// This program, with the limit of the background, and whether requests have their own
     /// connections.
     Ours { bytes_per_s: u64, preempt: bool },
+    /// The same into memory of a pool.
+    Ready { bytes_per_s: u64 },
     /// Another build of this program, with the same options.
     Baseline { bytes_per_s: u64, preempt: bool },
     /// QEMU, with the same options.
     Qemu { bytes_per_s: u64, preempt: bool },
 }
 
-use Candidate::{Baseline, Ours as Godwit, Qemu as Other};
+use Candidate::{Baseline, Ours as Godwit, Qemu as Other, Ready};
 
-const CANDIDATES: [Candidate; 10] = [
+const CANDIDATES: [Candidate; 11] = [
     Godwit { bytes_per_s: FULL, preempt: true },
+    Ready { bytes_per_s: FULL },
     Godwit { bytes_per_s: 10 * GIGABIT, preempt: true },
     Godwit { bytes_per_s: GIGABIT, preempt: true },
     Godwit { bytes_per_s: FULL, preempt: false },
@@ -60,6 +64,7 @@ impl Candidate {
         let (who, bytes_per_s, how) = match self {
             Godwit { bytes_per_s, preempt: true } => ("godwit", bytes_per_s, ""),
             Godwit { bytes_per_s, preempt: false } => ("godwit", bytes_per_s, ", preempt=0"),
+            Ready { bytes_per_s } => ("godwit, ready memory", bytes_per_s, ""),
             Baseline { bytes_per_s, preempt: true } => ("baseline", bytes_per_s, ""),
             Baseline { bytes_per_s, preempt: false } => ("baseline", bytes_per_s, ", preempt=0"),
             Other { bytes_per_s, preempt: true } => ("qemu", bytes_per_s, ", postcopy-preempt"),
@@ -68,19 +73,31 @@ impl Candidate {
         format!("{who}{how}, {}", rate(bytes_per_s))
     }
 
-    fn start(
+    fn measure(
         self,
         programs: &Programs,
         baseline: Option<&Programs>,
-    ) -> Result<Box<dyn Pair>, Box<dyn Error>> {
+    ) -> Result<Moved, Box<dyn Error>> {
         let cmdline = RANDOM_WRITING.cmdline;
-        let start = |programs: &Programs, bytes_per_s: u64, preempt: bool| {
+        let start_in = |programs: &Programs, bytes_per_s: u64, preempt: bool, receive: &str| {
             let off = if preempt { "" } else { ",preempt=0" };
             let send = format!(",memory_mode=postcopy,bandwidth={bytes_per_s}{off}");
-            Ours::start(programs, cmdline, ",memory_mode=postcopy", &send)
+            Ours::start(programs, cmdline, &format!(",memory_mode=postcopy{receive}"), &send)
         };
-        Ok(match self {
+        let start = |programs: &Programs, bytes_per_s: u64, preempt: bool| {
+            start_in(programs, bytes_per_s, preempt, "")
+        };
+        let mut pair: Box<dyn Pair> = match self {
             Godwit { bytes_per_s, preempt } => Box::new(start(programs, bytes_per_s, preempt)?),
+            Ready { bytes_per_s } => {
+                let pool = Pool::start(programs.vmm, &[programs.memory_mib], UNLIMITED)?;
+                let mut pair = start_in(programs, bytes_per_s, true, &pool.option())?;
+                let moved = guest::migration(&mut pair, RANDOM_WRITING)?;
+                if pool.slots("lent") != Some(1) {
+                    return Err("the destination did not take memory of the pool".into());
+                }
+                return Ok(moved);
+            }
             Baseline { bytes_per_s, preempt } => {
                 let baseline = baseline.ok_or("there is no other build")?;
                 Box::new(start(baseline, bytes_per_s, preempt)?)
@@ -88,7 +105,8 @@ impl Candidate {
             Other { bytes_per_s, preempt } => {
                 Box::new(Qemu::start(programs, cmdline, Way::Postcopy { preempt, bytes_per_s })?)
             }
-        })
+        };
+        guest::migration(pair.as_mut(), RANDOM_WRITING)
     }
 }
 
@@ -179,7 +197,7 @@ pub fn run(
                 continue;
             };
             let takes_part = match candidate {
-                Godwit { .. } => true,
+                Godwit { .. } | Ready { .. } => true,
                 Baseline { .. } => baseline.is_some(),
                 Other { .. } => missing.is_none(),
             };
@@ -189,8 +207,7 @@ pub fn run(
             let name = candidate.name();
             eprintln!("run {} of {runs}: {name}", run + 1);
             let moved = candidate
-                .start(programs, baseline)
-                .and_then(|mut pair| guest::migration(pair.as_mut(), RANDOM_WRITING))
+                .measure(programs, baseline)
                 .map_err(|error| format!("{name}: {error}"))?;
             values.extend(values_of(&name, &moved));
         }
@@ -237,8 +254,8 @@ fn targets(figures: &[Figure]) -> Vec<Target> {
     let ours = |bytes_per_s, preempt| Godwit { bytes_per_s, preempt };
     let qemu = |preempt| Other { bytes_per_s: FULL, preempt }.name();
     let mut targets = Vec::new();
-    for bytes_per_s in [FULL, 10 * GIGABIT, GIGABIT] {
-        let us = ours(bytes_per_s, true);
+    let limited = [FULL, 10 * GIGABIT, GIGABIT].map(|bytes_per_s| ours(bytes_per_s, true));
+    for us in limited.into_iter().chain([Ready { bytes_per_s: FULL }]) {
         for (what, limit) in [(MEDIAN, 1.5), (P99, 3.0)] {
             let name = format!("{}: {what} by that of the idle floor", us.name());
             let found = ratio(what, us, &FLOOR.name());

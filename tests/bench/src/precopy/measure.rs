@@ -11,7 +11,7 @@ use guest_reader::Guest;
 
 use super::watch::Watch;
 use crate::loopback::Loopback;
-use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
+use crate::pair::{PATIENCE, Pair, Workload, float, ms, per_second, prepare};
 use crate::raw;
 
 /// Duration of the measurement of the rate before the migration.
@@ -52,7 +52,8 @@ impl Sample {
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
     let destination_pid = pair.destination_pid();
-    raw::warm((2 * MEMORY_MIB) << 20)?;
+    let memory_bytes = pair.memory_mib() << 20;
+    raw::warm(2 * memory_bytes)?;
     let (rate_from, first) = (Instant::now(), workload.work(&source.status()?));
     std::thread::sleep(BEFORE);
 
@@ -84,7 +85,7 @@ pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<
         gap_ms: status.gap_max_ns() as f64 / 1e6,
         silence_ms: ms(silence),
         lost_ms: (ms(window) - ms(done)).max(0.0),
-        sent_ratio: sent_bytes as f64 / (MEMORY_MIB << 20) as f64,
+        sent_ratio: sent_bytes as f64 / memory_bytes as f64,
     };
     Ok(Sample { total_ms: ms(total), moved: Some(moved) })
 }

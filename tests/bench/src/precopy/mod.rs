@@ -16,14 +16,14 @@ use std::process::Command;
 use crate::loopback::Loopback;
 use crate::pair::ours::Ours;
 use crate::pair::qemu::{self, Qemu, Way};
-use crate::pair::{IDLE, MEMORY_MIB, Pair, Programs, RANDOM_WRITING, Workload, prepare};
+use crate::pair::{IDLE, LARGE_WRITING, Pair, Programs, RANDOM_WRITING, Workload, prepare};
 use crate::pool::{Pool, UNLIMITED};
 use crate::report::Report;
 use crate::{machine, raw};
 use measure::Sample;
 
-/// The three workloads.
-pub const WORKLOADS: [Workload; 3] = [
+/// The workloads; the last one is that of the large guest, which is measured alone.
+pub const WORKLOADS: [Workload; 4] = [
     IDLE,
     RANDOM_WRITING,
     Workload {
@@ -32,7 +32,10 @@ pub const WORKLOADS: [Workload; 3] = [
         then: "reset=1",
         visits: true,
     },
+    LARGE_WRITING,
 ];
+/// The index of the last one.
+pub const LARGE: usize = WORKLOADS.len() - 1;
 
 /// The VMM that migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +79,11 @@ impl Candidate {
         Self::QemuMultifd,
     ];
 
+    /// True for those that a large guest is measured with: into memory that is there, and what they are compared with.
+    fn is_for_large(self) -> bool {
+        matches!(self, Self::RawAlongside | Self::OursReady(_) | Self::QemuMultifd)
+    }
+
     /// Name in the figures.
     pub fn name(self) -> String {
         match self {
@@ -105,6 +113,8 @@ pub struct Setup<'a> {
     pub baseline: Option<Programs<'a>>,
     /// Allowed downtime, the same for all.
     pub downtime_ms: u64,
+    /// The guest is the large one.
+    pub large: bool,
 }
 
 /// A measured migration, or raw copy.
@@ -130,7 +140,8 @@ pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
     let candidates = available(setup, &mut notes);
     let mut taken = Vec::new();
     for run in 0..runs {
-        for (index, workload) in WORKLOADS.iter().enumerate() {
+        let mine = |entry: &(usize, &Workload)| (entry.0 == LARGE) == setup.large;
+        for (index, workload) in WORKLOADS.iter().enumerate().filter(mine) {
             for turn in 0..candidates.len() {
                 // Each run begins with another candidate, so that no candidate always follows the same one.
                 let Some(candidate) = candidates.get((turn + run) % candidates.len()).copied()
@@ -174,6 +185,7 @@ fn available(setup: &Setup, notes: &mut Vec<String>) -> Vec<Candidate> {
             Candidate::Qemu | Candidate::QemuMultifd => qemu.is_none(),
             _ => true,
         })
+        .filter(|candidate| !setup.large || candidate.is_for_large())
         .collect()
 }
 
@@ -206,7 +218,7 @@ fn sample(
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
         Candidate::OursReady(connections) => {
-            let pool = Pool::start(programs.vmm, &[MEMORY_MIB], UNLIMITED)?;
+            let pool = Pool::start(programs.vmm, &[programs.memory_mib], UNLIMITED)?;
             let send = format!(",downtime_ms={downtime_ms},connections={connections}");
             let mut pair = Ours::start(programs, workload.cmdline, &pool.option(), &send)?;
             let sample = measure::migration(&mut pair, workload)?;

@@ -118,7 +118,8 @@ mod tests {
             event(1, What::Exit { call: 8, result: 32 }),
             event(2, What::Enter { call: 9, arguments: [5, 6] }),
         ]);
-        let found = calls.iter().map(|call| (call.thread, call.enter.at, call.exit.at, call.bytes()));
+        let found =
+            calls.iter().map(|call| (call.thread, call.enter.at, call.exit.at, call.bytes()));
         assert_eq!(found.collect::<Vec<_>>(), [(1, 1, 4, 32), (2, 2, 3, 0)]);
         assert!(calls[0].spans(1) && calls[0].spans(3) && !calls[0].spans(4));
     }
