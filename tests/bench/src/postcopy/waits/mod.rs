@@ -12,6 +12,7 @@
 //! | `table` | the figures as a table |
 //!
 //! Owns the candidates and their order. Recording costs time on each step: totals are those of `postcopy-latency`.
+//! `GODWIT_BENCH_TRACE=FILE` keeps the last record, to see what was not followed.
 
 mod calls;
 mod chain;
@@ -98,6 +99,9 @@ const WITHOUT_P99: &str = "p99 without a processor";
 /// What is known of a step.
 const COLUMNS: [&str; 7] = [MEDIAN, P99, MEAN, OWN, OTHERS, ON_IDLE, WITHOUT_P99];
 
+/// Names a file for the last record.
+const KEEP: &str = "GODWIT_BENCH_TRACE";
+
 const FOLLOWED: &str = "waits followed";
 const OTHERWISE: &str = "waits that ended otherwise";
 const UNCLEAR: &str = "waits left out";
@@ -176,7 +180,7 @@ fn measure(programs: &Programs, candidate: Candidate) -> Result<Vec<Value>, Box<
         return Err(format!("the guest arrived with errors: {after:?}").into());
     }
     let accesses = guest.histogram()?.since(&before);
-    if let Some(path) = std::env::var_os("GODWIT_BENCH_TRACE") {
+    if let Some(path) = std::env::var_os(KEEP) {
         std::fs::write(path, format!("{roles:?}\n{text}"))?;
     }
     let followed = chain::follow(&events::parse(&text), &roles, way);

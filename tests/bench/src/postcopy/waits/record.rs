@@ -54,23 +54,31 @@ pub fn record(
         }
         std::thread::sleep(LOOK_EVERY);
     };
-    let recorded = || {
-        let threads: Vec<String> = roles.parts().map(|thread| thread.to_string()).collect();
-        instance.set("set_event_pid", &threads.join(" "))?;
-        instance.set("tracing_on", "1")?;
-        let began = Instant::now();
-        while !over.load(Ordering::Acquire) && began.elapsed() < RECORD {
-            std::thread::sleep(LOOK_EVERY);
-        }
-        instance.set("tracing_on", "0")?;
-        let text = instance.get("trace")?;
-        if lost(instance)? > 0 {
-            return Err(io::Error::other("there was no room for all events"));
-        }
-        Ok(text)
-    };
-    let text = recorded().map_err(|error: io::Error| format!("recording: {error}"))?;
+    let text =
+        run(instance, &roles, over, RECORD).map_err(|error| format!("recording: {error}"))?;
     Ok((text, roles))
+}
+
+/// Records what the parts do.
+fn run(
+    instance: &Instance,
+    roles: &Roles,
+    over: &AtomicBool,
+    at_most: Duration,
+) -> io::Result<String> {
+    let threads: Vec<String> = roles.parts().map(|thread| thread.to_string()).collect();
+    instance.set("set_event_pid", &threads.join(" "))?;
+    instance.set("tracing_on", "1")?;
+    let began = Instant::now();
+    while !over.load(Ordering::Acquire) && began.elapsed() < at_most {
+        std::thread::sleep(LOOK_EVERY);
+    }
+    instance.set("tracing_on", "0")?;
+    let text = instance.get("trace")?;
+    if lost(instance)? > 0 {
+        return Err(io::Error::other("there was no room for all events"));
+    }
+    Ok(text)
 }
 
 /// Events of all processors for which there was no room.
@@ -126,7 +134,73 @@ fn threads(pid: u32) -> Vec<(u32, String)> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::io::{Read as _, Write as _};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::super::calls;
+    use super::super::threads::Threads;
     use super::*;
+
+    fn this_thread() -> u32 {
+        // SAFETY: touches no memory.
+        unsafe { libc::gettid() }.cast_unsigned()
+    }
+
+    /// Asks again and again on one thread, and answers on another one.
+    fn ask_and_answer(asking: TcpStream, answering: TcpStream, tell: mpsc::Sender<u32>) {
+        let told = tell.clone();
+        let server = thread::spawn(move || {
+            let (mut stream, mut request) = (answering, [0; 16]);
+            let _ = told.send(this_thread());
+            while stream.read_exact(&mut request).is_ok() && stream.write_all(&[1; 64]).is_ok() {}
+        });
+        let (mut stream, mut answer) = (asking, [0; 64]);
+        let _ = tell.send(this_thread());
+        while stream.write_all(&[1; 16]).is_ok() && stream.read_exact(&mut answer).is_ok() {}
+        let _ = server.join();
+    }
+
+    #[test]
+    fn who_wakes_whom_by_which_call_is_recorded() {
+        let instance = match prepare() {
+            Ok(instance) => instance,
+            Err(error) => {
+                return test_skip::skip!("the kernel's tracing cannot be used: {error}");
+            }
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").expect("an address");
+        let asking = TcpStream::connect(listener.local_addr().expect("its address"));
+        let asking = asking.expect("a connection");
+        let (answering, _) = listener.accept().expect("its other end");
+        asking.set_nodelay(true).expect("no delay");
+        answering.set_nodelay(true).expect("no delay");
+        let end = asking.try_clone().expect("a descriptor");
+        let (tell, told) = mpsc::channel();
+        let work = thread::spawn(move || ask_and_answer(asking, answering, tell));
+        let parts = BTreeSet::from([told.recv().expect("one"), told.recv().expect("the other")]);
+        let roles = Roles { vcpus: parts.clone(), ..Roles::default() };
+        let over = AtomicBool::new(false);
+        let text = run(&instance, &roles, &over, Duration::from_millis(100));
+        end.shutdown(std::net::Shutdown::Both).expect("an end");
+        work.join().expect("no panic");
+        let events = events::parse(&text.expect("a record"));
+        let threads = Threads::of(&events, &parts);
+        let calls = calls::all(&events);
+        let wakes = |call: &&calls::Call| {
+            let mut others = parts.iter().filter(|part| **part != call.thread);
+            others.any(|part| threads.wake_up(*part, call.enter.at, call.exit.at).is_some())
+        };
+        for bytes in [16, 64] {
+            let of = |kinds: [i64; 2]| {
+                calls.iter().filter(move |call| kinds.contains(&call.call) && call.bytes() == bytes)
+            };
+            assert!(of(events::SENDS).filter(wakes).count() > 0, "{} events", events.len());
+            assert!(of(events::RECEIVES).count() > 0, "{} events", events.len());
+        }
+    }
 
     #[test]
     fn lost_events_are_found() {
