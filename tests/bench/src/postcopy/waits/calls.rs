@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_call_has_a_beginning_and_an_end() {
-        let event = |by, what| Event { us: 5, by, what };
+        let event = |by, what| Event { us: 5, processor: 0, by, what };
         let calls = all(&[
             event(1, What::Exit { call: 7, result: 1 }),
             event(1, What::Enter { call: 8, arguments: [3, 4] }),

@@ -8,6 +8,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     pub us: u64,
+    pub processor: u32,
     /// The thread that ran there, which may have been interrupted.
     pub by: u32,
     pub what: What,
@@ -34,7 +35,7 @@ pub const SENDS: [i64; 2] = [libc::SYS_sendto, libc::SYS_sendmsg];
 /// Calls that receive on one.
 pub const RECEIVES: [i64; 2] = [libc::SYS_recvfrom, libc::SYS_recvmsg];
 
-/// A filter by which the kernel records no other calls.
+/// A filter by which the kernel records these calls only.
 pub fn filter() -> String {
     let followed = SENDS.iter().chain(&RECEIVES).chain(&[libc::SYS_read, libc::SYS_ioctl]);
     followed.map(|call| format!("id == {call}")).collect::<Vec<_>>().join(" || ")
@@ -49,6 +50,8 @@ pub fn parse(text: &str) -> Vec<Event> {
 fn line(line: &str) -> Option<Event> {
     let (thread, rest) = line.split_once(" [").filter(|_| !line.starts_with('#'))?;
     let by = thread.trim_end().rsplit_once('-')?.1.parse().ok()?;
+    let (processor, rest) = rest.split_once(']')?;
+    let processor = processor.parse().ok()?;
     let (time, rest) = rest.split_once(": ")?;
     let (seconds, fraction) = time.rsplit_once(' ')?.1.split_once('.')?;
     let us = seconds.parse::<u64>().ok()?.checked_mul(1_000_000)?;
@@ -78,7 +81,7 @@ fn line(line: &str) -> Option<Event> {
         }
         _ => return None,
     };
-    Some(Event { us, by, what })
+    Some(Event { us, processor, by, what })
 }
 
 /// The number behind the last such word: names of threads, which may hold anything, come before it.
@@ -102,21 +105,22 @@ mod tests {
             \x20     mig-faults-32546   [000] ..... 30429.891686: sys_exit: NR 46 = 32\n\
             \x20     mig-faults-32546   [000] ..... 30429.891686: sys_exit: NR 0 = -11\n\
             \x20     mig-faults-32546   [000] ..... 30429.891686: kvm_exit: reason 3\n";
-        let event = |us, by, what| Event { us, by, what };
+        let event = |us, processor, by, what| Event { us, processor, by, what };
         let switch = |from, sleeps, to| What::Switch { from, sleeps, to };
         let expected = [
-            event(30_429_891_543, 32556, What::Waking(32546)),
-            event(30_416_724_021, 31512, switch(31512, false, 31255)),
-            event(30_416_724_022, IDLE, switch(IDLE, false, 31255)),
-            event(30_429_000_001, 32549, switch(32549, true, 32548)),
-            event(30_429_891_707, 32555, switch(32555, false, 32549)),
+            event(30_429_891_543, 1, 32556, What::Waking(32546)),
+            event(30_416_724_021, 0, 31512, switch(31512, false, 31255)),
+            event(30_416_724_022, 0, IDLE, switch(IDLE, false, 31255)),
+            event(30_429_000_001, 1, 32549, switch(32549, true, 32548)),
+            event(30_429_891_707, 0, 32555, switch(32555, false, 32549)),
             event(
                 30_429_891_680,
+                0,
                 32546,
                 What::Enter { call: 46, arguments: [0x2d, 0x7f29_ea4a_0270] },
             ),
-            event(30_429_891_686, 32546, What::Exit { call: 46, result: 32 }),
-            event(30_429_891_686, 32546, What::Exit { call: 0, result: -11 }),
+            event(30_429_891_686, 0, 32546, What::Exit { call: 46, result: 32 }),
+            event(30_429_891_686, 0, 32546, What::Exit { call: 0, result: -11 }),
         ];
         assert_eq!(parse(text), expected);
     }

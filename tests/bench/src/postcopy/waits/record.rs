@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Records what the threads of a migration do while vCPUs wait for pages.
 //!
-//! Owns the choice of events and threads, and the time for which they are recorded. Must never record threads that
-//! have no part in a wait: those of the background would only be slowed down.
+//! Owns the choice of events and threads, and the time for which they are recorded. Must never record the calls of
+//! threads that have no part in a wait: those of the background would only be slowed down.
 
 use std::fs;
 use std::io;
@@ -20,6 +20,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Room for events, KiB for each processor.
 const BUFFER_KIB: &str = "24576";
 
+/// What is recorded: of system calls and wake-ups those of threads that take part, and all switches, by which it is
+/// known who has a processor.
+const EVENTS: [&str; 4] =
+    ["raw_syscalls/sys_enter", "raw_syscalls/sys_exit", "sched/sched_waking", "sched/sched_switch"];
+
 /// Ready to record, or why this machine does not let that be done.
 pub fn prepare() -> io::Result<Instance> {
     let instance = Instance::create()?;
@@ -27,12 +32,8 @@ pub fn prepare() -> io::Result<Instance> {
     instance.set("buffer_size_kb", BUFFER_KIB)?;
     // The beginning is kept: it is then known of each thread what it does.
     instance.set("options/overwrite", "0")?;
-    for call in ["sys_enter", "sys_exit"] {
-        instance.set(&format!("events/raw_syscalls/{call}/filter"), &events::filter())?;
-        instance.set(&format!("events/raw_syscalls/{call}/enable"), "1")?;
-    }
-    for event in ["sched_waking", "sched_switch"] {
-        instance.set(&format!("events/sched/{event}/enable"), "1")?;
+    for event in EVENTS {
+        instance.set(&format!("events/{event}/enable"), "1")?;
     }
     Ok(instance)
 }
@@ -66,8 +67,15 @@ fn run(
     over: &AtomicBool,
     at_most: Duration,
 ) -> io::Result<String> {
-    let threads: Vec<String> = roles.parts().map(|thread| thread.to_string()).collect();
-    instance.set("set_event_pid", &threads.join(" "))?;
+    let one_of = |field: &str| {
+        let threads = roles.parts().map(|thread| format!("{field} == {thread}"));
+        threads.collect::<Vec<_>>().join(" || ")
+    };
+    let calls = format!("({}) && ({})", events::filter(), one_of("common_pid"));
+    for event in ["sys_enter", "sys_exit"] {
+        instance.set(&format!("events/raw_syscalls/{event}/filter"), &calls)?;
+    }
+    instance.set("events/sched/sched_waking/filter", &one_of("pid"))?;
     instance.set("tracing_on", "1")?;
     let began = Instant::now();
     while !over.load(Ordering::Acquire) && began.elapsed() < at_most {

@@ -12,11 +12,11 @@ use super::events::{Event, IDLE, What};
 struct Ready {
     from_us: u64,
     to_us: u64,
-    /// The thread that ran before it on its processor.
+    /// The thread that ran meanwhile on the processor that it got.
     behind: u32,
 }
 
-/// Time without a processor, by who had last the one on which the thread ran then.
+/// Time without a processor, by who had the one on which the thread ran then.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Without {
     /// A thread of the migration's two processes.
@@ -50,6 +50,35 @@ pub struct WakeUp {
     pub runs_us: u64,
 }
 
+/// What has run on a processor: from when, and which thread.
+#[derive(Default)]
+struct Processor(Vec<(u64, u32)>);
+
+impl Processor {
+    /// A switch from one thread to another. Returns what has run since a time.
+    fn switch(&mut self, us: u64, (from, to): (u32, u32), since_us: u64) -> Vec<Ready> {
+        match self.0.last_mut() {
+            // A switch was not recorded.
+            Some((_, last)) => *last = from,
+            None => self.0.push((0, from)),
+        }
+        let (mut pieces, mut to_us) = (Vec::new(), us);
+        for (began, behind) in self.0.iter().rev().copied() {
+            let from_us = began.max(since_us);
+            if from_us < to_us {
+                pieces.push(Ready { from_us, to_us, behind });
+                to_us = from_us;
+            }
+            if began <= since_us {
+                break;
+            }
+        }
+        self.0.push((us, to));
+        pieces.reverse();
+        pieces
+    }
+}
+
 /// What is known of a thread.
 #[derive(Default)]
 struct Thread {
@@ -70,6 +99,7 @@ impl Threads {
     /// `own`: those of the migration's two processes.
     pub fn of(events: &[Event], own: &BTreeSet<u32>) -> Self {
         let mut threads: BTreeMap<u32, Thread> = BTreeMap::new();
+        let mut processors: BTreeMap<u32, Processor> = BTreeMap::new();
         for (at, event) in events.iter().enumerate() {
             match event.what {
                 What::Waking(woken) => {
@@ -81,15 +111,20 @@ impl Threads {
                     }
                 }
                 What::Switch { from, sleeps, to } => {
-                    let thread = threads.entry(from).or_default();
-                    thread.sleeps = sleeps;
-                    thread.since = (!sleeps).then_some((event.us, None));
+                    if from != IDLE {
+                        let thread = threads.entry(from).or_default();
+                        thread.sleeps = sleeps;
+                        thread.since = (!sleeps).then_some((event.us, None));
+                    }
                     let thread = threads.entry(to).or_default();
                     thread.sleeps = false;
-                    let Some((from_us, woken)) = thread.since.take() else { continue };
-                    thread.ready.push(Ready { from_us, to_us: event.us, behind: from });
-                    let wake_up = |at| WakeUp { at, woken_us: from_us, runs_us: event.us };
-                    thread.wake_ups.extend(woken.map(wake_up));
+                    let since = if to == IDLE { None } else { thread.since.take() };
+                    let processor = processors.entry(event.processor).or_default();
+                    let since_us = since.map_or(event.us, |(us, _)| us);
+                    thread.ready.extend(processor.switch(event.us, (from, to), since_us));
+                    if let Some((woken_us, Some(at))) = since {
+                        thread.wake_ups.push(WakeUp { at, woken_us, runs_us: event.us });
+                    }
                 }
                 What::Enter { .. } | What::Exit { .. } => {}
             }
@@ -129,11 +164,29 @@ mod tests {
     use super::*;
 
     fn event(us: u64, what: What) -> Event {
-        Event { us, by: 1, what }
+        Event { us, processor: 3, by: 1, what }
     }
 
     fn switch(us: u64, from: u32, sleeps: bool, to: u32) -> Event {
         event(us, What::Switch { from, sleeps, to })
+    }
+
+    #[test]
+    fn a_wait_is_for_all_that_run_there_meanwhile() {
+        let mut events = vec![
+            switch(100, 7, true, 8),
+            event(110, What::Waking(7)),
+            switch(130, 8, false, 9),
+            switch(170, 9, true, IDLE),
+            switch(180, IDLE, false, 7),
+        ];
+        let elsewhere = switch(120, 5, false, 6);
+        events.insert(2, Event { processor: 0, ..elsewhere });
+        let threads = Threads::of(&events, &BTreeSet::from([7, 8]));
+        let all = Without { own_us: 20, others_us: 40, idle_us: 10 };
+        assert_eq!(threads.without(7, 0, 1000), all);
+        let part = Without { own_us: 0, others_us: 20, idle_us: 5 };
+        assert_eq!(threads.without(7, 150, 175), part);
     }
 
     #[test]
