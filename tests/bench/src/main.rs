@@ -42,7 +42,29 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use report::Report;
 
 fn main() -> ExitCode {
-    let matches = Command::new("bench")
+    let matches = command().get_matches();
+    let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
+    match run(name, arguments) {
+        Ok(report) => {
+            if arguments.get_flag("json") {
+                println!("{}", report.json());
+            } else if name == "postcopy-waits" {
+                print!("{}", postcopy::waits::table(&report));
+            } else {
+                print!("{}", report.text());
+            }
+            ExitCode::from(u8::from(!report.all_met()))
+        }
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+/// All benchmarks and their options.
+fn command() -> Command {
+    Command::new("bench")
         .about("Compares the VMM with others in one run")
         .subcommand_required(true)
         .arg_required_else_help(true)
@@ -121,24 +143,6 @@ fn main() -> ExitCode {
         .subcommand(common("sandbox", "5").about(
             "What the filters of system calls cost: boot, exits, requests to a disk, pages that arrive",
         ))
-        .get_matches();
-    let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
-    match run(name, arguments) {
-        Ok(report) => {
-            if arguments.get_flag("json") {
-                println!("{}", report.json());
-            } else if name == "postcopy-waits" {
-                print!("{}", postcopy::waits::table(&report));
-            } else {
-                print!("{}", report.text());
-            }
-            ExitCode::from(u8::from(!report.all_met()))
-        }
-        Err(error) => {
-            eprintln!("bench: {error}");
-            ExitCode::from(3)
-        }
-    }
 }
 
 fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error::Error>> {

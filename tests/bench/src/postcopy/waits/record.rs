@@ -158,7 +158,7 @@ mod tests {
     }
 
     /// Asks again and again on one thread, and answers on another one.
-    fn ask_and_answer(asking: TcpStream, answering: TcpStream, tell: mpsc::Sender<u32>) {
+    fn ask_and_answer(asking: TcpStream, answering: TcpStream, tell: &mpsc::Sender<u32>) {
         let told = tell.clone();
         let server = thread::spawn(move || {
             let (mut stream, mut request) = (answering, [0; 16]);
@@ -187,7 +187,7 @@ mod tests {
         answering.set_nodelay(true).expect("no delay");
         let end = asking.try_clone().expect("a descriptor");
         let (tell, told) = mpsc::channel();
-        let work = thread::spawn(move || ask_and_answer(asking, answering, tell));
+        let work = thread::spawn(move || ask_and_answer(asking, answering, &tell));
         let parts = BTreeSet::from([told.recv().expect("one"), told.recv().expect("the other")]);
         let roles = Roles { vcpus: parts.clone(), ..Roles::default() };
         let over = AtomicBool::new(false);
