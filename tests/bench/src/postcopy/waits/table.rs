@@ -58,7 +58,7 @@ pub fn table(report: &Report) -> String {
         );
         for row in rows(figures, candidate) {
             let at = |column: &str| of(&cell(&row, column));
-            let rest = at(MEAN) - at(OWN) - at(OTHERS) - at(ON_IDLE);
+            let rest = (at(MEAN) - at(OWN) - at(OTHERS) - at(ON_IDLE)).max(0.0);
             let _ = writeln!(
                 out,
                 "  {row:<36} {:>8.0} {:>9.0} {:>8.1} | {:>8.1} {:>8.1} {:>10.1} {:>8.0} | {rest:>8.1}",
