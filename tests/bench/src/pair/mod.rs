@@ -19,7 +19,7 @@ use crate::process;
 /// Guest RAM.
 pub const MEMORY_MIB: u64 = 1024;
 /// That of a large guest: what QEMU's machine has below 4 GiB without a hole.
-pub const LARGE_MIB: u64 = 2765;
+pub const LARGE_MIB: u64 = 2764;
 /// vCPUs of the guest.
 pub const VCPUS: u32 = 2;
 /// Time limit for the guest to boot and fill its memory, or to appear at its destination.

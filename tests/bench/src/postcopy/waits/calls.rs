@@ -19,7 +19,7 @@ pub struct Point {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     pub thread: u32,
-    pub call: i64,
+    pub kind: i64,
     pub arguments: [u64; 2],
     pub result: i64,
     pub enter: Point,
@@ -53,7 +53,7 @@ pub fn all(events: &[Event]) -> Vec<Call> {
                 if let Some((began, arguments, enter)) = running.remove(&thread)
                     && began == call
                 {
-                    calls.push(Call { thread, call, arguments, result, enter, exit: here });
+                    calls.push(Call { thread, kind: call, arguments, result, enter, exit: here });
                 }
             }
             What::Waking(_) | What::Switch { .. } => {}
@@ -104,7 +104,7 @@ mod tests {
     fn call(enter: usize, exit: usize, result: i64) -> Call {
         let point = |at: usize| Point { at, us: at as u64 };
         let (enter, exit) = (point(enter), point(exit));
-        Call { thread: 1, call: 0, arguments: [0; 2], result, enter, exit }
+        Call { thread: 1, kind: 0, arguments: [0; 2], result, enter, exit }
     }
 
     #[test]

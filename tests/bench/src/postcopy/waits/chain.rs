@@ -188,7 +188,7 @@ impl<'c> Trace<'c> {
 
     /// Calls of these kinds that have moved something.
     fn moving(&self, kinds: [i64; 2]) -> impl Iterator<Item = &'c Call> {
-        let moving = move |call: &&Call| kinds.contains(&call.call) && call.bytes() > 0;
+        let moving = move |call: &&Call| kinds.contains(&call.kind) && call.bytes() > 0;
         self.calls.iter().filter(moving)
     }
 
@@ -198,7 +198,7 @@ impl<'c> Trace<'c> {
         let is_by_it = self.events.get(at)?.by == call.thread;
         let calls = self.calls_of(thread);
         let latest = calls.get(calls.partition_point(|one| one.enter.at < at).wrapping_sub(1));
-        let busy = latest.is_some_and(|one| RECEIVES.contains(&one.call) && one.spans(at));
+        let busy = latest.is_some_and(|one| RECEIVES.contains(&one.kind) && one.spans(at));
         (is_by_it && !busy).then_some(at)
     }
 
@@ -246,7 +246,7 @@ impl<'c> Trace<'c> {
                 ran.insert(call.thread, call.exit);
             }
             let connection = call.arguments[0];
-            let is_request = SENDS.contains(&call.call) && call.bytes() > 0;
+            let is_request = SENDS.contains(&call.kind) && call.bytes() > 0;
             if is_request
                 && self.connections.contains_key(&connection)
                 && let Some(began) = ran.remove(&call.thread)
@@ -264,13 +264,13 @@ impl<'c> Trace<'c> {
         let mut requests = Vec::new();
         for reader in &self.roles.readers {
             let calls = self.calls_of(*reader);
-            let is_read = |call: &Call| call.call == libc::SYS_read && call.bytes() >= FAULT_BYTES;
+            let is_read = |call: &Call| call.kind == libc::SYS_read && call.bytes() >= FAULT_BYTES;
             for (number, read) in calls.iter().enumerate().filter(|(_, call)| is_read(call)) {
                 let faults = read.bytes() / FAULT_BYTES;
                 let rest = calls.get(number + 1..).unwrap_or_default();
                 let mut until_next = rest.iter().take_while(|call| !is_read(call));
                 let sent =
-                    until_next.find(|call| SENDS.contains(&call.call) && call.bytes() > 0).copied();
+                    until_next.find(|call| SENDS.contains(&call.kind) && call.bytes() > 0).copied();
                 let mut asked = 0;
                 for _ in 0..faults {
                     // The kernel tells the oldest first.
@@ -307,10 +307,11 @@ impl<'c> Trace<'c> {
         for (at, event) in self.events.iter().enumerate() {
             let here = Point { at, us: event.us };
             match event.what {
-                What::Waking(reader) if self.roles.readers.contains(&reader) => {
-                    if self.roles.vcpus.contains(&event.by) {
-                        open.insert(event.by, here);
-                    }
+                What::Waking(reader)
+                    if self.roles.readers.contains(&reader)
+                        && self.roles.vcpus.contains(&event.by) =>
+                {
+                    open.insert(event.by, here);
                 }
                 What::Waking(vcpu) if self.roles.vcpus.contains(&vcpu) => {
                     if let Some(began) = open.remove(&vcpu) {
@@ -340,7 +341,7 @@ impl<'c> Trace<'c> {
             return Err(Left::Otherwise);
         }
         let got = got.get(number).copied().flatten().ok_or(Left::Unclear)?;
-        let mut steps = Steps { threads: &self.threads, now: request.began.us, steps: Vec::new() };
+        let mut steps = Steps { threads: &self.threads, now: request.began.us, done: Vec::new() };
         let vcpu = request.vcpu;
         let Some(woken) = request.woken else {
             if got.thread != vcpu {
@@ -359,7 +360,7 @@ impl<'c> Trace<'c> {
             steps.pass(answer, (vcpu, got))?;
             steps.until(vcpu, got.exit.us)?;
             steps.until(vcpu, entered.us)?;
-            return Ok(steps.steps);
+            return Ok(steps.done);
         };
         let waker = self.events.get(woken).ok_or(Left::Unclear)?;
         let last = |call: &&&Call| call.thread == waker.by && call.exit.at < woken;
@@ -379,7 +380,7 @@ impl<'c> Trace<'c> {
         steps.until(waker.by, waker.us)?;
         let runs = self.threads.wake_up(vcpu, woken, woken + 1).ok_or(Left::Unclear)?.runs_us;
         steps.until(vcpu, runs)?;
-        Ok(steps.steps)
+        Ok(steps.done)
     }
 }
 
@@ -387,7 +388,7 @@ impl<'c> Trace<'c> {
 struct Steps<'t> {
     threads: &'t Threads,
     now: u64,
-    steps: Vec<Step>,
+    done: Vec<Step>,
 }
 
 impl Steps<'_> {
@@ -395,7 +396,7 @@ impl Steps<'_> {
     fn until(&mut self, thread: u32, us: u64) -> Result<(), Left> {
         let took = us.checked_sub(self.now).ok_or(Left::Unclear)?;
         let without = self.threads.without(thread, self.now, us);
-        self.steps.push(Step { us: took, without });
+        self.done.push(Step { us: took, without });
         self.now = us;
         Ok(())
     }
@@ -412,7 +413,7 @@ impl Steps<'_> {
 }
 
 fn runs_guest(call: &Call) -> bool {
-    call.call == libc::SYS_ioctl && call.arguments[1] == u64::from(KVM_RUN)
+    call.kind == libc::SYS_ioctl && call.arguments[1] == u64::from(KVM_RUN)
 }
 
 fn by_end<'c>(calls: impl Iterator<Item = &'c Call>) -> Vec<&'c Call> {

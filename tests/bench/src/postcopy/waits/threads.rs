@@ -18,6 +18,7 @@ struct Ready {
 
 /// Time without a processor, by who had the one on which the thread ran then.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_field_names, reason = "each has its unit")]
 pub struct Without {
     /// A thread of the migration's two processes.
     pub own_us: u64,
