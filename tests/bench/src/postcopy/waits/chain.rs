@@ -288,7 +288,7 @@ impl<'c> Trace<'c> {
                                 connection: send.arguments[0],
                                 sent: send.enter.at,
                                 ..*wait
-                            })
+                            });
                         }
                         Some(_) => followed.unclear += 1,
                         None => followed.otherwise += 1,
