@@ -45,7 +45,7 @@ build_extra_packages_install() {
   mkdir "$root"
   tar -C "$root" -xf "$place/debian.tar" --exclude='./dev/*'
   mkdir -p "$root/lab"
-  cp "$place"/packages/*.deb "$SRC/l1/lib.sh" "$SRC/l1/group-packages-install.sh" "$root/lab/"
+  cp "$place"/packages/godwit_*.deb "$place"/packages/prezero-pool_*.deb "$SRC/l1/lib.sh" "$SRC/l1/group-packages-install.sh" "$root/lab/"
   cp "$LAB/kernel/vmlinuz" "$root/lab/vmlinuz"
   cp "$LAB/l2-initramfs.gz" "$root/lab/initramfs.gz"
   cp --sparse=always "$LAB/root.img" "$root/lab/root.img"

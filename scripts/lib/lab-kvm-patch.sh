@@ -65,7 +65,7 @@ add_module_script() {
   local dir=$1 modules=lib/modules/$2 tool
   mkdir -p "$dir/$modules" "$dir/lab/kvm-patch/scripts/lib" "$dir/lab/kvm-patch/kernel/patches"
   cp "$ROOT/scripts/kvm-modules" "$dir/lab/kvm-patch/scripts/"
-  cp "$ROOT"/scripts/lib/{common,children,install,kernel-patches}.sh "$dir/lab/kvm-patch/scripts/lib/"
+  cp "$ROOT"/scripts/lib/{common,children,install,kernel-patches,kvm-btf,kvm-signing}.sh "$dir/lab/kvm-patch/scripts/lib/"
   # All three, as install wants them.
   cp "$3/kvm-intel.ko" "$dir/lab/kvm-patch/"
   (cd "$LAB/kernel/root/$modules" && cp -a --parents kernel/arch/x86/kvm kernel/virt modules.order modules.builtin modules.builtin.modinfo "$dir/$modules/")

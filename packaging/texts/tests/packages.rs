@@ -16,6 +16,7 @@ use tempfile::TempDir;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 const PROGRAMS: [&str; 3] = ["cloud-hypervisor", "ch-remote", "prezero-pool"];
+const NAMES: [&str; 3] = ["godwit", "godwit-kvm", "prezero-pool"];
 /// Of another day than the sources.
 const EPOCH: &str = "1700000000";
 
@@ -189,7 +190,7 @@ fn the_same_files_give_the_same_bytes() {
     release(&from);
     pack(&from, &out, true);
     let second = packages(&out);
-    assert_eq!(first.keys().collect::<Vec<_>>(), ["godwit", "prezero-pool"]);
+    assert_eq!(first.keys().collect::<Vec<_>>(), NAMES);
     for (name, path) in first {
         assert_eq!(path.file_name(), second[name].file_name());
         assert!(fs::read(path).unwrap() == fs::read(&second[name]).unwrap(), "{name} differs");
@@ -199,10 +200,12 @@ fn the_same_files_give_the_same_bytes() {
 #[test]
 fn packages_say_what_they_are() {
     let Some(packages) = made() else { return };
-    for path in packages.values() {
+    for (name, path) in packages {
         assert_eq!(field(path, "Version"), concat!(env!("CARGO_PKG_VERSION"), "-1"));
         assert_eq!(field(path, "Architecture"), "amd64");
-        assert!(field(path, "Depends").contains("libc6 (>= "), "{}", field(path, "Depends"));
+        // Of the programs that it has; one has none.
+        let depends = field(path, "Depends");
+        assert_eq!(depends.contains("libc6 (>= "), name != "godwit-kvm", "{depends}");
     }
     let godwit = &packages["godwit"];
     let compatible = vmm::api::types::COMPATIBLE_VERSION;
@@ -229,10 +232,73 @@ fn scripts_of_packages_are_valid() {
             }
         }
     }
+    if have_shellcheck {
+        for script in ["godwit-kvm", "godwit-kvm.kernel-postinst", "godwit-kvm.kernel-postrm"] {
+            run(Command::new("shellcheck").arg(format!("{ROOT}/packaging/debian/{script}")));
+        }
+    }
+}
+
+#[test]
+fn builds_of_modules_have_what_they_need() {
+    let Some(packages) = made() else { return };
+    let depends = field(&packages["godwit-kvm"], "Depends");
+    let depends: Vec<&str> = depends.split(", ").collect();
+    let script = fs::read_to_string(format!("{ROOT}/scripts/kvm-modules")).unwrap();
+    let needs = script.lines().find_map(|line| line.trim().strip_prefix("need_packages make "));
+    for need in needs.unwrap().split(' ').chain(["make", "openssl"]) {
+        assert!(depends.contains(&need), "{need} is not in {depends:?}");
+    }
+}
+
+#[test]
+fn the_page_of_modules_has_all_verbs_and_settings() {
+    let read = |name: &str| fs::read_to_string(format!("{ROOT}/packaging/debian/{name}")).unwrap();
+    let (page, command) = (read("godwit-kvm.8"), read("godwit-kvm"));
+    let (_, verbs) = command.rsplit_once("case $verb,$# in\n").unwrap();
+    let verbs = verbs.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let verbs = verbs.filter_map(|line| line.split_once(')')).flat_map(|(names, _)| names.split('|'));
+    let verbs: Vec<_> = verbs.filter_map(|name| name.trim().split_once(',')).collect();
+    assert!(verbs.len() >= 11, "{verbs:?}");
+    let settings = read("godwit-kvm.conf");
+    let settings: Vec<_> = settings
+        .lines()
+        .filter_map(|line| line.trim_start_matches('#').split_once('='))
+        .map(|(name, _)| name)
+        .collect();
+    assert_eq!(settings, ["SIGN_KEY", "SIGN_CERT", "BUILD", "SPACE_MIB"]);
+    for word in verbs.iter().map(|(name, _)| *name).chain(settings) {
+        let is_term = |line: &str| {
+            line.starts_with(".B") && line.split([' ', '"', ',']).any(|part| part == word)
+        };
+        assert!(page.lines().any(is_term), "{word} is not on the page");
+    }
+    if have(&["groff"]) {
+        let said = Command::new("groff")
+            .args(["-man", "-Tutf8", "-ww", "-z"])
+            .arg(format!("{ROOT}/packaging/debian/godwit-kvm.8"))
+            .output()
+            .unwrap();
+        assert_eq!(String::from_utf8_lossy(&said.stderr), "");
+    }
 }
 
 /// What a package has to have, besides what programs have alike.
-const FILES: [&str; 16] = [
+const FILES: [&str; 30] = [
+    "etc/godwit-kvm.conf",
+    "etc/kernel/postinst.d/zz-godwit-kvm",
+    "etc/kernel/postrm.d/zz-godwit-kvm",
+    "usr/lib/systemd/system/godwit-kvm-build.service",
+    "usr/lib/systemd/system/godwit-kvm-check.service",
+    "usr/lib/systemd/system/multi-user.target.wants/godwit-kvm-check.service",
+    "usr/sbin/godwit-kvm",
+    "usr/share/doc/godwit-kvm/copyright",
+    "usr/share/doc/godwit-kvm/changelog.Debian.gz",
+    "usr/share/doc/godwit-kvm/fault-exits.md",
+    "usr/share/godwit-kvm/kernel/patches/6.12/kernels",
+    "usr/share/godwit-kvm/kernel/patches/7.2/kernels",
+    "usr/share/godwit-kvm/scripts/kvm-modules",
+    "usr/share/man/man8/godwit-kvm.8.gz",
     "etc/cloud-hypervisor",
     "etc/prezero-pool.toml",
     "usr/lib/systemd/system/cloud-hypervisor@.service",
@@ -283,13 +349,20 @@ fn what_is_installed_is_whole_and_goes_without_a_trace() {
     }
     for (path, mode) in installed.iter().filter(|(path, _)| !before.contains_key(*path)) {
         let metadata = target.0.path().join(path).symlink_metadata().unwrap();
-        let is_executable =
-            metadata.is_dir() || path.starts_with("usr/bin") || path.ends_with("cpu-baseline");
-        let wanted = if is_executable { 0o755 } else { 0o644 };
+        let is_executable = metadata.is_dir()
+            || ["usr/bin", "usr/sbin", "etc/kernel"].iter().any(|folder| path.starts_with(folder))
+            || ["cpu-baseline", "kvm-modules"].iter().any(|name| path.ends_with(name));
+        let wanted = match metadata.is_symlink() {
+            true => 0o777,
+            false if is_executable => 0o755,
+            false => 0o644,
+        };
         assert_eq!((*mode, metadata.uid(), metadata.gid()), (wanted, 0, 0), "{}", path.display());
     }
     let users = fs::read_to_string(target.path("etc/passwd")).unwrap();
     assert!(users.contains("\nprezero-pool:"), "{users}");
+
+    modules_of_a_kernel(&target);
 
     // A second time, as an upgrade does; what the administrator has changed stays.
     let configuration = target.path("etc/prezero-pool.toml");
@@ -309,9 +382,15 @@ fn what_is_installed_is_whole_and_goes_without_a_trace() {
         let file = target.path("usr/lib/systemd/system").join(unit.replace("@a", "@"));
         std::os::unix::fs::symlink(file, wants.join(unit)).unwrap();
     }
-    let names = ["godwit", "prezero-pool"].map(Path::new);
+    let names = NAMES.map(Path::new);
     target.dpkg("--remove", &names);
     let removed = tree(target.0.path());
+    assert!(!removed.contains_key(Path::new("lib/modules/1.2-a/updates")), "{removed:?}");
+    // A kernel that is installed afterwards still runs the hooks, which count as configuration.
+    hook(&target, "postinst.d", "1.2-a");
+    hook(&target, "postrm.d", "1.2-a");
+    assert_eq!(tree(target.0.path()), removed);
+    fs::remove_dir_all(target.path("lib")).unwrap();
     assert!(configuration.exists() && !removed.contains_key(Path::new("usr/bin/ch-remote")));
     target.dpkg("--purge", &names);
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
@@ -321,6 +400,30 @@ fn what_is_installed_is_whole_and_goes_without_a_trace() {
         let text = fs::read_to_string(target.path(file)).unwrap();
         assert!(!text.contains("prezero-pool"), "{file}: {text}");
     }
+}
+
+/// A hook of kernels as the package has it.
+fn hook(target: &Target, of: &str, version: &str) {
+    run(Command::new(target.path(&format!("etc/kernel/{of}/zz-godwit-kvm")))
+        .arg(version)
+        .env("GODWIT_KVM_ROOT", target.0.path()));
+}
+
+/// The script that makes modules has all that it needs beside it, and a kernel notes that it wants some; then modules of
+/// a kernel, as a build has installed them.
+fn modules_of_a_kernel(target: &Target) {
+    run(Command::new(target.path("usr/share/godwit-kvm/scripts/kvm-modules"))
+        .arg("key")
+        .arg("--root")
+        .arg(target.0.path())
+        .env("GODWIT_NO_INSTALL", "1"));
+    hook(target, "postinst.d", "1.2-a");
+    let state = target.path("var/lib/godwit-kvm");
+    assert!(state.join("wanted/1.2-a").exists());
+    fs::rename(state.join("wanted/1.2-a"), state.join("1.2-a.ok")).unwrap();
+    let modules = target.path("lib/modules/1.2-a/updates/godwit");
+    fs::create_dir_all(&modules).unwrap();
+    fs::write(modules.join("kvm.ko"), "").unwrap();
 }
 
 #[test]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# Type information (BTF) of the modules of scripts/kvm-modules, for kernels whose own modules have it: BPF programs
+# that name types of KVM need it. Sourced by that script.
+
+# has_btf FILE: a module that is not compressed, or a kernel, has type information.
+has_btf() { LC_ALL=C readelf -SW "$1" 2>/dev/null | grep -F ' .BTF ' >/dev/null; }
+
+# plain_module FILE: the module, not compressed, on standard output.
+plain_module() {
+  case $1 in
+    *.xz) xz -dc "$1" ;;
+    *.zst) zstd -qdc "$1" ;;
+    *) cat "$1" ;;
+  esac
+}
+
+# prepare_btf: puts the kernel's own types into the source's folder, where its build looks for them; sets BTF to yes, or
+# to no where modules of this kernel have none, or where its image does not give them.
+prepare_btf() {
+  local original
+  BTF=no
+  rm -f "$WORK/linux/vmlinux"
+  original=$(find "$WORK/files" -name 'kvm.ko*' | head -n 1)
+  [ -n "$original" ] || return 0
+  plain_module "$original" >"$WORK/original.ko"
+  if ! has_btf "$WORK/original.ko"; then
+    rm -f "$WORK/original.ko"
+    return 0
+  fi
+  rm -f "$WORK/original.ko"
+  if [ -f "$WORK/files/vmlinuz" ] && "$WORK/linux/scripts/extract-vmlinux" "$WORK/files/vmlinuz" >"$WORK/vmlinux.new" 2>/dev/null &&
+    has_btf "$WORK/vmlinux.new"; then
+    mv "$WORK/vmlinux.new" "$WORK/linux/vmlinux"
+    BTF=yes
+  else
+    rm -f "$WORK/vmlinux.new"
+    say "the modules will have no type information (BTF): the image of $VERSION does not give the kernel's own"
+  fi
+}
+
+# take_module NAME: a module from the build, without what only its type information was made from.
+take_module() {
+  cp "$WORK/linux/arch/x86/kvm/$1.ko" "$OUT/$1.ko"
+  [ "$BTF" = yes ] || return 0
+  strip --strip-debug "$OUT/$1.ko"
+  has_btf "$OUT/$1.ko" || die "$1 has no type information (BTF), the kernel's own module has; log: $WORK/build.log"
+}

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# Tests of the package godwit-kvm below another root, and of how scripts/kvm-modules signs. apt, systemd and the build are
+# made up; modules are small ones, and keys and signatures real. Sourced by scripts-tests.
+
+KERNEL=6.12.34+deb12-cloud-amd64
+DEBIAN=$SCRIPTS/../packaging/debian
+
+# host: a root where the package and a kernel are installed, and systemd runs. Its build is what $CASE/build says.
+host() {
+  HOST=$CASE/host
+  STATE=$HOST/var/lib/godwit-kvm
+  PATH=$CASE/bin:/usr/sbin:/usr/bin:/sbin:/bin
+  mkdir -p "$HOST"/{usr/sbin,etc,proc,run/systemd/system,usr/share/godwit-kvm/scripts,usr/share/godwit-kvm/kernel/patches/1} \
+    "$HOST/lib/modules/$KERNEL/kernel"
+  cp "$DEBIAN/godwit-kvm" "$HOST/usr/sbin/"
+  echo 'flags : fpu svm' >"$HOST/proc/cpuinfo"
+  echo patch | tee "$HOST"/usr/share/godwit-kvm/kernel/patches/1/{kernels,1.patch} >/dev/null
+  export GODWIT_KVM_ROOT=$HOST GODWIT_KVM_WAIT_S=0
+  fake systemctl && fake apt-get && fake depmod && fake uname "echo $KERNEL"
+  # What a build writes and ends with; it installs what it has built.
+  : >"$CASE/build"
+  cat >"$HOST/usr/share/godwit-kvm/scripts/kvm-modules" <<END
+echo "kvm-modules \$*" >>"$CASE/calls"
+case \$1 in
+  build) mkdir -p "\$5/build" && . "$CASE/build" ;;
+  install)
+    while [ "\$1" != --out ]; do shift; done
+    place=$HOST/lib/modules/\$(basename "\$2")/updates/godwit
+    mkdir -p "\$place" && touch "\$place/kvm.ko" && echo "== signed by 'me'"
+    ;;
+  loaded) [ -e "$CASE/is-loaded" ] ;;
+  key) [ ! -e "$CASE/no-key" ] || { echo '!! no key here' >&2; exit 1; } ;;
+esac
+END
+}
+godwit_kvm() { "$HOST/usr/sbin/godwit-kvm" "$@"; }
+hook() { sh "$DEBIAN/godwit-kvm.kernel-$1" "$2" "/boot/vmlinuz-$2" >"$CASE/hook.out"; }
+file_has() { grep -qF -- "$2" "$1" || { echo "not in $1: $2"; cat "$1"; return 1; }; }
+absent() { [ ! -e "$1" ] || { echo "there is $1"; return 1; }; }
+
+test_the_hook_of_a_kernel_notes_it_and_starts_a_build() {
+  host
+  DEB_MAINT_PARAMS="'configure' ''" hook postinst "$KERNEL" || return 1
+  # debconf may read its standard output.
+  [ -f "$STATE/wanted/$KERNEL" ] && [ ! -s "$CASE/hook.out" ] && called '^systemctl --no-block start godwit-kvm-build.service$' &&
+    not_called kvm-modules && not_called apt-get
+}
+test_the_hook_of_a_kernel_never_fails() {
+  host
+  local version
+  for version in '' . .. ../../etc "6.12/../../x" "$KERNEL"; do
+    hook postinst "$version" && hook postrm "$version" || { echo "fails for '$version'"; return 1; }
+  done
+  [ -d "$HOST/etc" ] && [ -d "$HOST/lib/modules" ] || return 1
+  fake systemctl 'exit 1' && hook postinst "$KERNEL" && [ -f "$STATE/wanted/$KERNEL" ] || return 1
+  # A place that cannot be written to, for root neither.
+  rm -r "$STATE" && touch "$STATE" && hook postinst "$KERNEL" && hook postrm "$KERNEL" || return 1
+  printf '#!/bin/sh\nexit 1\n' >"$HOST/usr/sbin/godwit-kvm" && hook postinst "$KERNEL" && hook postrm "$KERNEL" || return 1
+  # The package is gone, and its configuration, as which hooks count, is not.
+  rm "$HOST/usr/sbin/godwit-kvm" && hook postinst "$KERNEL" && hook postrm "$KERNEL"
+}
+test_the_hook_of_a_kernel_does_nothing_where_none_is_installed_or_removed() {
+  host
+  godwit_kvm install || return 1
+  DEB_MAINT_PARAMS="'abort-upgrade' '1'" hook postinst "$KERNEL" && absent "$STATE/wanted/$KERNEL" || return 1
+  DEB_MAINT_PARAMS="'upgrade' '1'" hook postrm "$KERNEL" && [ -e "$HOST/lib/modules/$KERNEL/updates/godwit/kvm.ko" ] || return 1
+  echo BUILD=no >"$HOST/etc/godwit-kvm.conf"
+  hook postinst "$KERNEL" && absent "$STATE/wanted/$KERNEL" && not_called systemctl
+}
+test_what_was_made_for_a_kernel_goes_with_it() {
+  host
+  godwit_kvm update && rmdir "$HOST/lib/modules/$KERNEL/kernel" || return 1
+  DEB_MAINT_PARAMS="'remove'" hook postrm "$KERNEL" && absent "$HOST/lib/modules/$KERNEL" && absent "$STATE/$KERNEL.ok" && [ -d "$HOST/lib/modules" ]
+}
+
+test_a_build_that_works_is_noted_and_cleaned_up() {
+  host
+  godwit_kvm want "$KERNEL" && godwit_kvm run || return 1
+  file_has "$STATE/$KERNEL.ok" "signed by 'me'" && absent "$STATE/wanted/$KERNEL" && absent "$STATE/$KERNEL.failed" &&
+    [ -z "$(ls "$HOST/var/cache/godwit-kvm")" ] || return 1
+  # It waits for apt first, which may be what installs this kernel.
+  [ "$(grep -nE 'DPkg::Lock::Timeout=[0-9]+ check$' "$CASE/calls" | cut -d: -f1)" -lt "$(grep -n '^kvm-modules build' "$CASE/calls" | cut -d: -f1)" ] &&
+    not_called '^kvm-modules load$' && not_called 'apt-get.*install'
+}
+test_a_build_that_fails_is_an_error_of_the_journal_and_the_next_one_is_made() {
+  host
+  local other=6.12.99-amd64
+  mkdir -p "$HOST/lib/modules/$other/kernel"
+  echo '[ $3 != '"$KERNEL"' ] || { echo "== building"; echo "!! the patches do not apply" >&2; echo "to it"; exit 1; }' >"$CASE/build"
+  godwit_kvm want "$KERNEL" && godwit_kvm want "$other" || return 1
+  : >"$CASE/err"
+  ! JOURNAL_STREAM=$(stat -c %d:%i "$CASE/err") godwit_kvm run 2>>"$CASE/err" || { echo "it does not fail"; return 1; }
+  file_has "$CASE/err" "<3>godwit-kvm: no KVM with userfault exits for Linux $KERNEL: the patches do not apply to it" &&
+    file_has "$STATE/$KERNEL.failed" "the patches do not apply to it" && [ -e "$STATE/$other.ok" ] &&
+    [ "$(grep -c '^kvm-modules build' "$CASE/calls")" = 2 ] && [ -z "$(ls "$STATE/wanted" "$HOST/var/cache/godwit-kvm" | grep -v :)" ]
+}
+test_what_may_be_over_by_itself_is_tried_again_with_a_limit() {
+  host
+  echo 'echo "!! cannot download it" >&2; exit 75' >"$CASE/build"
+  godwit_kvm want "$KERNEL" && ! godwit_kvm run || return 1
+  [ "$(grep -c '^kvm-modules build' "$CASE/calls")" = 5 ] && file_has "$STATE/$KERNEL.failed" "cannot download it" || return 1
+  rm "$CASE/calls"
+  echo "[ \$(grep -c '^kvm-modules build' '$CASE/calls') = 2 ] || exit 75" >"$CASE/build"
+  godwit_kvm update && called '^apt-get -q update$' && [ -e "$STATE/$KERNEL.ok" ] && absent "$STATE/$KERNEL.failed"
+}
+test_nothing_is_built_without_space_or_for_a_kernel_that_would_refuse_it() {
+  host
+  echo 'SPACE_MIB=999999999' >"$HOST/etc/godwit-kvm.conf"
+  ! godwit_kvm update || return 1
+  file_has "$STATE/$KERNEL.failed" "999999999 MiB" || return 1
+  rm "$HOST/etc/godwit-kvm.conf" && touch "$CASE/no-key"
+  ! godwit_kvm update || return 1
+  file_has "$STATE/$KERNEL.failed" "no key here" && not_called '^kvm-modules build'
+}
+test_one_build_is_made_at_a_time() {
+  host
+  mkdir -p "$STATE"
+  (
+    exec 9>"$STATE/lock" && flock 9
+    ! godwit_kvm update 9>&-
+  ) && not_called '^kvm-modules'
+}
+test_a_boot_without_the_modules_says_so_and_has_them_built_once() {
+  host
+  ! godwit_kvm check 2>"$CASE/err" || { echo "it does not fail"; return 1; }
+  file_has "$CASE/err" "godwit-kvm update" && [ -e "$STATE/wanted/$KERNEL" ] && called '^systemctl --no-block start' || return 1
+  echo 'echo "!! so it is" >&2; exit 1' >"$CASE/build"
+  ! godwit_kvm run || return 1
+  rm "$CASE/calls"
+  ! godwit_kvm check 2>"$CASE/err" || return 1
+  file_has "$CASE/err" "so it is" && absent "$STATE/wanted/$KERNEL" && not_called systemctl || return 1
+  # What was noted and never built, as before a boot.
+  : >"$CASE/build"
+  godwit_kvm want "$KERNEL" && rm "$CASE/calls"
+  ! godwit_kvm check && called '^systemctl --no-block start'
+}
+test_a_boot_says_when_the_kvm_that_is_loaded_is_another() {
+  host
+  godwit_kvm update || return 1
+  ! godwit_kvm check 2>"$CASE/err" && file_has "$CASE/err" "KVM is not loaded" || return 1
+  mkdir -p "$HOST/sys/module/kvm"
+  ! godwit_kvm check 2>"$CASE/err" && file_has "$CASE/err" "godwit-kvm load" || return 1
+  touch "$CASE/is-loaded"
+  godwit_kvm check 2>"$CASE/err" && [ ! -s "$CASE/err" ] && not_called '^kvm-modules load '
+}
+test_other_patches_are_built_for_kernels_that_have_modules() {
+  host
+  local other=6.12.99-amd64
+  mkdir -p "$HOST/lib/modules/$other/kernel"
+  godwit_kvm refresh && [ "$(ls "$STATE/wanted")" = "$KERNEL" ] && godwit_kvm run && godwit_kvm update --kernel "$other" || return 1
+  godwit_kvm refresh && [ -z "$(ls "$STATE/wanted")" ] || return 1
+  echo more >>"$HOST/usr/share/godwit-kvm/kernel/patches/1/1.patch"
+  # Not for one whose modules the administrator has removed.
+  rm -r "$HOST/lib/modules/$other/updates" && godwit_kvm refresh && [ "$(ls "$STATE/wanted")" = "$KERNEL" ]
+}
+
+# small_modules FOLDER VERSION: three that modinfo and depmod take.
+small_modules() {
+  local name
+  mkdir -p "$1"
+  for name in kvm kvm-amd kvm-intel; do
+    printf '.section .modinfo,"a"\n.asciz "vermagic=%s SMP"\n.asciz "name=%s"\n' "$2" "${name//-/_}" | as -o "$1/$name.ko" -
+  done
+}
+# signer FILE: a program that signs as the kernel's sign-file does: a detached signature, 12 bytes about it, and words.
+signer() {
+  cat >"$1" <<'END'
+#!/bin/bash
+set -e
+form=PEM
+grep -q 'BEGIN CERT' "$3" || form=DER
+openssl x509 -in "$3" -inform $form -out "$4.pem"
+openssl cms -sign -binary -noattr -nocerts -md "$1" -inkey "$2" -signer "$4.pem" -in "$4" -outform DER -out "$4.sig"
+{
+  cat "$4.sig"
+  printf '\0\0\2\0\0\0\0\0'
+  printf "$(printf '\\x%02x\\x%02x\\x%02x\\x%02x' 0 0 $(($(stat -c %s "$4.sig") / 256)) $(($(stat -c %s "$4.sig") % 256)))"
+  echo '~Module signature appended~'
+} >>"$4"
+rm "$4.sig" "$4.pem"
+END
+  chmod +x "$1"
+}
+# signing_host: a root with a kernel, small modules that were built for it, and a key.
+signing_host() {
+  local tool
+  for tool in as openssl modinfo depmod; do
+    if ! PATH=$PATH:/usr/sbin:/sbin command -v "$tool" >/dev/null; then
+      skip "there is no $tool here"
+      return 1
+    fi
+  done
+  PATH=$CASE/bin:/usr/sbin:/usr/bin:/sbin:/bin
+  fake apt-get && fake sudo '"$@"'
+  HOST=$CASE/host
+  mkdir -p "$HOST/lib/modules/$KERNEL/kernel" "$HOST/etc" "$HOST/boot" "$HOST/sys/firmware/efi/efivars"
+  echo 'CONFIG_MODULE_SIG_HASH="sha512"' >"$HOST/boot/config-$KERNEL"
+  small_modules "$CASE/out" "$KERNEL" && signer "$CASE/out/sign-file"
+  make_key "$CASE/mine" 'Modules of a test' DER && make_key "$CASE/other" 'Of another test' PEM
+  INSTALLED=$HOST/lib/modules/$KERNEL/updates/godwit
+}
+make_key() { openssl req -new -x509 -newkey rsa:2048 -nodes -days 2 -subj "/CN=$2" -keyout "$1.key" -outform "$3" -out "$1.cert" 2>/dev/null; }
+kvm_modules() { GODWIT_NO_INSTALL=1 bash "$SCRIPTS/kvm-modules" "$1" --kernel "$KERNEL" --out "$CASE/out" --root "$HOST"; }
+# signer_is NAME: all three that are installed have that.
+signer_is() {
+  local name found
+  for name in kvm kvm-amd kvm-intel; do
+    found=$(modinfo -F signer "$INSTALLED/$name.ko") && [ "$found" = "$1" ] || { echo "$name is signed by '$found'"; return 1; }
+  done
+}
+test_modules_are_signed_as_they_are_installed() {
+  signing_host || return 0
+  kvm_modules install && signer_is '' || return 1
+  printf '# a comment\nSIGN_KEY=%s\nSIGN_CERT="%s"\n' "$CASE/mine.key" "$CASE/mine.cert" >"$HOST/etc/godwit-kvm.conf"
+  kvm_modules install && signer_is 'Modules of a test' && [ "$(modinfo -F sig_hashalgo "$INSTALLED/kvm.ko")" = sha512 ] || return 1
+  kvm_modules status >"$CASE/status" && file_has "$CASE/status" "signed by 'Modules of a test'" || return 1
+  # What was built is left as it is, and can be signed with another.
+  SIGN_KEY=$CASE/other.key SIGN_CERT=$CASE/other.cert kvm_modules install && signer_is 'Of another test' || return 1
+  [ "$(ls "$INSTALLED")" = "$(printf 'kvm-amd.ko\nkvm-intel.ko\nkvm.ko')" ]
+}
+test_the_key_of_dkms_signs_where_no_other_is_named() {
+  signing_host || return 0
+  mkdir -p "$HOST/var/lib/dkms" && cp "$CASE/mine.key" "$HOST/var/lib/dkms/mok.key" && cp "$CASE/mine.cert" "$HOST/var/lib/dkms/mok.pub"
+  kvm_modules install && signer_is 'Modules of a test' || return 1
+  echo SIGN_KEY=none >"$HOST/etc/godwit-kvm.conf"
+  kvm_modules install && signer_is ''
+}
+test_a_key_that_does_not_sign_installs_nothing() {
+  signing_host || return 0
+  local key cert
+  for key in "$CASE/mine.key" "$CASE/none" relative.key ''; do
+    for cert in "$CASE/other.cert" "$CASE/none" ''; do
+      [ -n "$key$cert" ] || continue
+      ! SIGN_KEY=$key SIGN_CERT=$cert kvm_modules install >"$CASE/out.txt" 2>&1 && absent "$INSTALLED" || { echo "'$key' '$cert'"; return 1; }
+    done
+  done
+  # A signature that modinfo does not find again.
+  printf '#!/bin/sh\n' >"$CASE/out/sign-file"
+  ! SIGN_KEY=$CASE/mine.key SIGN_CERT=$CASE/mine.cert kvm_modules install 2>"$CASE/err" && file_has "$CASE/err" "signed by ''" && absent "$INSTALLED"
+}
+test_modules_that_a_machine_would_refuse_are_not_installed() {
+  signing_host || return 0
+  local efi=$HOST/sys/firmware/efi/efivars boot=SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c shim=MokSBStateRT-605dab50-e046-4300-abb6-3dd810dd8b23
+  printf '\6\0\0\0\1' >"$efi/$boot"
+  ! kvm_modules install 2>"$CASE/err" && file_has "$CASE/err" "Secure Boot is on" && file_has "$CASE/err" "mokutil --import" && absent "$INSTALLED" || return 1
+  ! kvm_modules key 2>"$CASE/err" && file_has "$CASE/err" "Secure Boot is on" || return 1
+  # shim checks nothing, and the kernel then does not either.
+  printf '\6\0\0\0\1' >"$efi/$shim" && kvm_modules key || return 1
+  mkdir -p "$HOST/sys/kernel/security" "$HOST/sys/module/module/parameters"
+  echo 'none [integrity] confidentiality' >"$HOST/sys/kernel/security/lockdown"
+  ! kvm_modules install 2>"$CASE/err" && file_has "$CASE/err" "locked down" || return 1
+  export SIGN_KEY=$CASE/mine.key SIGN_CERT=$CASE/mine.cert
+  # mokutil asks the machine.
+  fake mokutil 'echo "$2 is not enrolled"'
+  ! kvm_modules install 2>"$CASE/err" && file_has "$CASE/err" "does not trust" && absent "$INSTALLED" || return 1
+  fake mokutil 'echo "$2 is already enrolled"; exit 1'
+  kvm_modules install && signer_is 'Modules of a test' || return 1
+  unset SIGN_KEY SIGN_CERT
+  echo '[none] integrity confidentiality' >"$HOST/sys/kernel/security/lockdown"
+  kvm_modules key || return 1
+  echo Y >"$HOST/sys/module/module/parameters/sig_enforce"
+  ! kvm_modules key 2>"$CASE/err" && file_has "$CASE/err" "enforces"
+}
+
+test_types_are_kept_where_the_kernel_has_some() {
+  local tool
+  for tool in as objcopy readelf strip; do
+    if ! command -v "$tool" >/dev/null; then skip "there is no $tool here"; return 0; fi
+  done
+  . "$SCRIPTS/lib/common.sh"
+  . "$SCRIPTS/lib/kvm-btf.sh"
+  trap - EXIT
+  VERSION=$KERNEL WORK=$CASE/work OUT=$CASE/out
+  mkdir -p "$WORK/files" "$WORK/linux/scripts" "$WORK/linux/arch/x86/kvm" "$OUT"
+  echo nop | as -o "$CASE/plain" - && echo types >"$CASE/types" && objcopy --add-section ".BTF=$CASE/types" "$CASE/plain" "$CASE/typed"
+  cp "$CASE/plain" "$WORK/files/kvm.ko"
+  prepare_btf && [ "$BTF" = no ] && absent "$WORK/linux/vmlinux" || return 1
+  xz -c "$CASE/typed" >"$WORK/files/kvm.ko.xz" && rm "$WORK/files/kvm.ko"
+  prepare_btf >"$CASE/said-so" && [ "$BTF" = no ] && file_has "$CASE/said-so" "no type information" || return 1
+  printf '#!/bin/sh\ncat "$1"\n' >"$WORK/linux/scripts/extract-vmlinux" && chmod +x "$WORK/linux/scripts/extract-vmlinux"
+  cp "$CASE/plain" "$WORK/files/vmlinuz"
+  prepare_btf && [ "$BTF" = no ] && absent "$WORK/linux/vmlinux" || return 1
+  cp "$CASE/typed" "$WORK/files/vmlinuz"
+  prepare_btf && [ "$BTF" = yes ] && cmp "$CASE/typed" "$WORK/linux/vmlinux" || return 1
+  cp "$CASE/typed" "$WORK/linux/arch/x86/kvm/kvm.ko"
+  take_module kvm && has_btf "$OUT/kvm.ko" || return 1
+  cp "$CASE/plain" "$WORK/linux/arch/x86/kvm/kvm.ko"
+  ! (take_module kvm) 2>"$CASE/err" && file_has "$CASE/err" "no type information"
+}
