@@ -114,11 +114,16 @@ test_nothing_is_built_without_space_or_for_a_kernel_that_would_refuse_it() {
 }
 test_one_build_is_made_at_a_time() {
   host
+  local pid
   mkdir -p "$STATE"
-  (
-    exec 9>"$STATE/lock" && flock 9
-    ! godwit_kvm update 9>&-
-  ) && not_called '^kvm-modules'
+  exec 8>"$STATE/lock" && flock 8
+  ! godwit_kvm run 8>&- && not_called '^kvm-modules' || return 1
+  godwit_kvm update 8>&- >"$CASE/waits" &
+  pid=$!
+  until_true grep -q waiting "$CASE/waits" && not_called '^kvm-modules' || return 1
+  # The other one is done.
+  godwit_kvm install && : >"$CASE/calls" && exec 8>&- && wait "$pid" && not_called '^kvm-modules' || return 1
+  godwit_kvm update && called '^kvm-modules build'
 }
 test_a_boot_without_the_modules_says_so_and_has_them_built_once() {
   host

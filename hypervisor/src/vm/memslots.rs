@@ -94,7 +94,8 @@ pub enum MemslotError {
     },
     /// This KVM has no userfault exits.
     #[error(
-        "KVM of this kernel has no userfault exits: scripts/kvm-modules builds one that has them"
+        "KVM of this kernel has no userfault exits: the package godwit-kvm, or \
+         scripts/kvm-modules, builds one that has them"
     )]
     NoUserfault,
     /// The bitmap has another size than the slot.

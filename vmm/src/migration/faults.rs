@@ -48,7 +48,7 @@ pub enum FaultPlanError {
     /// KVM lacks userfault exits.
     #[error(
         "fault_source=exit needs the patched KVM, and this one has no userfault exits: build and \
-         load it with scripts/kvm-modules, or use fault_source=uffd"
+         load it with the package godwit-kvm or scripts/kvm-modules, or use fault_source=uffd"
     )]
     NoExits,
     /// KVM reports no address, and the process may not trace.
@@ -240,8 +240,9 @@ fn explain(reason: VcpuFaultsUnavailable) {
         return;
     }
     log::info!(
-        "fault_source=auto takes uffd: {reason}. With the patched KVM (scripts/kvm-modules) \
-         each vCPU would bring the pages that it needs itself, without a queue that all share"
+        "fault_source=auto takes uffd: {reason}. With the patched KVM (package godwit-kvm, or \
+         scripts/kvm-modules) each vCPU would bring the pages that it needs itself, without a \
+         queue that all share"
     );
 }
 

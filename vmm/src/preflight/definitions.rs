@@ -83,7 +83,7 @@ checks! {
     }
     FAULT_SOURCE = "fault-source", "what receive-migration fault_source=auto chooses for such a VM, and why" {
         FAULTS_BY_UFFD = "uffd", Costs, "in postcopy vCPUs wait for missing pages in one queue that all share, and another thread wakes them",
-            ["scripts/kvm-modules build", "sudo scripts/kvm-modules install", "sudo scripts/kvm-modules load"];
+            ["sudo apt-get install ./godwit-kvm_*.deb", "sudo godwit-kvm update", "sudo godwit-kvm load"];
     }
     FAULT_TRACE = "fault-trace", "whether fault_source=sigbus can be had on a KVM without the bundled patches, by BPF" {
         TRACE_DENIED = "denied", Costs, "fault_source=sigbus cannot be used",
