@@ -257,7 +257,8 @@ fn the_page_of_modules_has_all_verbs_and_settings() {
     let (page, command) = (read("godwit-kvm.8"), read("godwit-kvm"));
     let (_, verbs) = command.rsplit_once("case $verb,$# in\n").unwrap();
     let verbs = verbs.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
-    let verbs = verbs.filter_map(|line| line.split_once(')')).flat_map(|(names, _)| names.split('|'));
+    let verbs =
+        verbs.filter_map(|line| line.split_once(')')).flat_map(|(names, _)| names.split('|'));
     let verbs: Vec<_> = verbs.filter_map(|name| name.trim().split_once(',')).collect();
     assert!(verbs.len() >= 11, "{verbs:?}");
     let settings = read("godwit-kvm.conf");
@@ -352,11 +353,8 @@ fn what_is_installed_is_whole_and_goes_without_a_trace() {
         let is_executable = metadata.is_dir()
             || ["usr/bin", "usr/sbin", "etc/kernel"].iter().any(|folder| path.starts_with(folder))
             || ["cpu-baseline", "kvm-modules"].iter().any(|name| path.ends_with(name));
-        let wanted = match metadata.is_symlink() {
-            true => 0o777,
-            false if is_executable => 0o755,
-            false => 0o644,
-        };
+        let of_file = if is_executable { 0o755 } else { 0o644 };
+        let wanted = if metadata.is_symlink() { 0o777 } else { of_file };
         assert_eq!((*mode, metadata.uid(), metadata.gid()), (wanted, 0, 0), "{}", path.display());
     }
     let users = fs::read_to_string(target.path("etc/passwd")).unwrap();
