@@ -40,6 +40,7 @@ have_package() {
   [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null || true)" != installed ] || return 0
   case $1 in
     acpica-tools) command -v iasl ;;
+    binutils) command -v as && command -v objcopy ;;
     ca-certificates) [ -s /etc/ssl/certs/ca-certificates.crt ] || [ -s /etc/pki/tls/certs/ca-bundle.crt ] ;;
     debian-archive-keyring) [ -s /usr/share/keyrings/debian-archive-keyring.gpg ] ;;
     dpkg-dev) command -v dpkg-gencontrol ;;
