@@ -239,7 +239,7 @@ fn explain(reason: VcpuFaultsUnavailable) {
     if reason == VcpuFaultsUnavailable::NotExpected {
         return;
     }
-    log::info!(
+    log::warn!(
         "fault_source=auto takes uffd: {reason}. With the patched KVM (package godwit-kvm, or \
          scripts/kvm-modules) each vCPU would bring the pages that it needs itself, without a \
          queue that all share"
