@@ -8,6 +8,7 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -33,6 +34,8 @@ pub struct ZoneBacking {
     pub prezeroed: bool,
     /// It is a file that others can open, and `file` holds its lock.
     pub locked: bool,
+    /// For an image: the parts of `file` that are not holes.
+    pub image_data: Option<Arc<[Range<u64>]>>,
 }
 
 /// Contents of memory that has just been created.
@@ -97,6 +100,7 @@ impl ZoneBacking {
             holds_data: false,
             prezeroed: false,
             locked: false,
+            image_data: None,
         }
     }
 
@@ -104,7 +108,8 @@ impl ZoneBacking {
         let file = Some(Arc::new(file));
         let kind = ZoneKind::Shared;
         let (holds_data, prezeroed, locked) = (false, false, false);
-        Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked }
+        let image_data = None;
+        Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked, image_data }
     }
 
     fn memfd(zone: &ZoneSpec) -> Result<Self, BackingError> {
@@ -164,6 +169,7 @@ impl ZoneBacking {
             holds_data: found.holds_data(),
             prezeroed: false,
             locked: found.is_locked(),
+            image_data: None,
             file: Some(found.into_file()),
         })
     }
@@ -256,7 +262,8 @@ impl ZoneBacking {
             !prezeroed && holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
         let file = Some(file);
         let kind = ZoneKind::Shared;
-        Ok(Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked })
+        let image_data = None;
+        Ok(Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked, image_data })
     }
 }
 

@@ -132,6 +132,7 @@ impl HugePagesTurn {
     /// When it is not, and the host has had them: what should have made them has not.
     #[must_use]
     #[track_caller]
+    #[expect(clippy::needless_pass_by_value, reason = "calls read like those of assert_eq")]
     pub fn has_given<T: PartialEq + Debug>(&self, found: T, expected: T) -> bool {
         if found == expected {
             return true;

@@ -6,12 +6,16 @@
 //! what the guest writes stays in this process, and what it only reads is the page cache's, once for all VMs.
 
 use std::fs::File;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::PAGE_BYTES;
 use crate::backing::ZoneBacking;
 use crate::config::{Backing, ZoneSpec};
+use crate::file_lock::{self, FileUse, LockError};
 use crate::layout::Placement;
+use crate::populated::file_data_runs;
+use crate::zone_file::{free_bytes, is_in_memory};
 use crate::zone_kind::ZoneKind;
 
 /// A part of guest RAM in the file.
@@ -30,11 +34,31 @@ pub struct ImageRange {
 pub struct RamImage {
     file: Arc<File>,
     ranges: Vec<ImageRange>,
+    /// The parts of the file that are not holes, sorted and disjoint. Looked up once, as the file stays as it is and each
+    /// look takes time that grows with its size.
+    data: Arc<[Range<u64>]>,
 }
 
 /// Why guest RAM cannot be a mapping of a file.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
+    /// Another process writes it.
+    #[error("the file is in use by {holders}, which may write it")]
+    InUse {
+        /// The processes.
+        holders: String,
+    },
+    /// A file in memory, whose holes would fill its file system.
+    #[error(
+        "the file is in memory (tmpfs), where holes take memory as soon as a guest touches them: {holes_bytes} bytes of \
+         it are holes, and its file system has room for {free_bytes}; give that more, or put the file on a disk"
+    )]
+    NoRoom {
+        /// Bytes of guest memory that are holes.
+        holes_bytes: u64,
+        /// Room that is left.
+        free_bytes: u64,
+    },
     /// A zone that is not private memory on small pages.
     #[error("memory zone '{zone}' cannot be a private mapping of a file, because {why}")]
     Zone {
@@ -54,10 +78,33 @@ pub enum ImageError {
 }
 
 impl RamImage {
-    /// The parts of guest RAM in a file. Its length must be known to contain them, and it must not become shorter: an
-    /// access to what is missing would be a SIGBUS.
-    pub fn new(file: Arc<File>, ranges: Vec<ImageRange>) -> Self {
-        Self { file, ranges }
+    /// The parts of guest RAM in a file, which is locked for reading. Its length must be known to contain them, and it
+    /// must not become shorter: an access to what is missing would be a SIGBUS.
+    ///
+    /// # Errors
+    /// When another process has it locked, or its file system has no room for its holes.
+    pub fn new(file: Arc<File>, ranges: Vec<ImageRange>) -> Result<Self, ImageError> {
+        match file_lock::lock(&file, FileUse::Read) {
+            Ok(()) => {}
+            Err(LockError::Held) => {
+                return Err(ImageError::InUse { holders: file_lock::holders(&file) });
+            }
+            Err(error) => log::debug!("an image of guest memory is not locked: {error:?}"),
+        }
+        let end = |range: &ImageRange| range.offset_bytes.saturating_add(range.len_bytes);
+        let all = 0..ranges.iter().map(end).max().unwrap_or(0);
+        let data = file_data_runs(&file, all.clone()).unwrap_or_else(|error| {
+            log::debug!("holes of an image of guest memory are unknown: {error}");
+            vec![all.clone()]
+        });
+        let data_bytes: u64 = data.iter().map(|run| run.end - run.start).sum();
+        let holes_bytes = (all.end - all.start).saturating_sub(data_bytes);
+        if is_in_memory(&file)
+            && let Some(free_bytes) = free_bytes(&file).filter(|free| *free < holes_bytes)
+        {
+            return Err(ImageError::NoRoom { holes_bytes, free_bytes });
+        }
+        Ok(Self { file, ranges, data: data.into() })
     }
 
     /// The backing of a zone, which the file's contents are in from the start.
@@ -81,6 +128,7 @@ impl RamImage {
             holds_data: true,
             prezeroed: false,
             locked: false,
+            image_data: Some(Arc::clone(&self.data)),
         })
     }
 
@@ -92,6 +140,14 @@ impl RamImage {
         let aligned = found.filter(|range| range.offset_bytes.is_multiple_of(PAGE_BYTES));
         aligned.map(|range| range.offset_bytes).ok_or(ImageError::Layout { gpa, len_bytes })
     }
+}
+
+/// The parts of sorted and disjoint `runs` that lie in `range`.
+pub fn runs_within(runs: &[Range<u64>], range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let first = runs.partition_point(|run| run.end <= range.start);
+    let after = runs.partition_point(|run| run.start < range.end);
+    let inside = runs.get(first..after).unwrap_or_default();
+    inside.iter().map(|run| run.start.max(range.start)..run.end.min(range.end))
 }
 
 #[cfg(all(test, not(loom)))]

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
+//! Images of guest RAM: contents, what is shared, what is refused.
+
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs::OpenOptions;
@@ -15,6 +17,8 @@ const PAGES: u64 = 4 * MIB / PAGE_BYTES;
 /// The image's memory begins here in the file.
 const OFFSET: u64 = 3 * PAGE_BYTES;
 const GPA: u64 = 0;
+/// A page as an array has it.
+const PAGE: usize = 4096;
 
 /// A file with `OFFSET` other bytes and then 4 MiB, of which only the pages in `data` are there, each filled with its
 /// number.
@@ -23,9 +27,9 @@ fn file(data: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
     let path = directory.path().join("memory");
     let file = std::fs::File::create_new(&path).unwrap();
     file.set_len(OFFSET + 4 * MIB).unwrap();
-    file.write_all_at(&[0xEE; PAGE_BYTES as usize], 0).unwrap();
+    file.write_all_at(&[0xEE; PAGE], 0).unwrap();
     for &page in data {
-        let bytes = [page; PAGE_BYTES as usize];
+        let bytes = [page; PAGE];
         file.write_all_at(&bytes, OFFSET + u64::from(page) * PAGE_BYTES).unwrap();
     }
     (directory, path)
@@ -33,7 +37,8 @@ fn file(data: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
 
 fn image(path: &std::path::Path) -> RamImage {
     let file = Arc::new(OpenOptions::new().read(true).open(path).unwrap());
-    RamImage::new(file, vec![ImageRange { gpa: GPA, len_bytes: 4 * MIB, offset_bytes: OFFSET }])
+    let range = ImageRange { gpa: GPA, len_bytes: 4 * MIB, offset_bytes: OFFSET };
+    RamImage::new(file, vec![range]).unwrap()
 }
 
 fn zone(change: impl FnOnce(&mut ZoneSpec)) -> RamConfig {
@@ -48,7 +53,7 @@ fn mapped(config: &RamConfig, image: RamImage) -> Result<GuestRam, RamError> {
 }
 
 fn page(ram: &GuestRam, number: u64) -> Vec<u8> {
-    let mut bytes = vec![0xAA; PAGE_BYTES as usize];
+    let mut bytes = vec![0xAA; PAGE];
     ram.regions()[0].read_page_range(number * PAGE_BYTES, &mut bytes).unwrap();
     bytes
 }
@@ -104,6 +109,36 @@ fn what_is_discarded_reads_as_zero_and_not_as_the_file() {
 }
 
 #[test]
+fn a_file_that_another_process_may_write_is_refused() {
+    let (_directory, path) = file(&[1]);
+    let write = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let writer = write();
+    file_lock::lock(&writer, FileUse::Written).unwrap();
+    let reader = || Arc::new(OpenOptions::new().read(true).open(&path).unwrap());
+    let refused = RamImage::new(reader(), Vec::new()).unwrap_err();
+    assert!(matches!(refused, ImageError::InUse { .. }), "{refused}");
+    drop(writer);
+    let made = mapped(&zone(|_| {}), image(&path)).unwrap();
+    assert!(
+        !file_lock::is_free(&write(), FileUse::Written)
+            && file_lock::is_free(&write(), FileUse::Read)
+    );
+    drop(made);
+    assert!(file_lock::is_free(&write(), FileUse::Written));
+}
+
+#[test]
+fn parts_of_runs() {
+    let runs = [2..4, 6..9, 12..13];
+    let within = |range: Range<u64>| runs_within(&runs, &range).collect::<Vec<_>>();
+    assert_eq!(within(0..20), runs);
+    assert_eq!(within(3..7), [3..4, 6..7]);
+    assert_eq!(within(4..6), []);
+    assert_eq!(within(1..8), [2..4, 6..8]);
+    assert_eq!(within(13..20), []);
+}
+
+#[test]
 fn other_memory_and_other_layouts_are_refused_by_name() {
     let (_directory, path) = file(&[]);
     let of = |change: fn(&mut ZoneSpec)| match mapped(&zone(change), image(&path)).unwrap_err() {
@@ -123,6 +158,6 @@ fn other_memory_and_other_layouts_are_refused_by_name() {
     assert!(longer.contains("0x800000"), "{longer}");
     let file = Arc::new(OpenOptions::new().read(true).open(&path).unwrap());
     let odd = ImageRange { gpa: GPA, len_bytes: 4 * MIB, offset_bytes: 512 };
-    let odd = mapped(&zone(|_| {}), RamImage::new(file, vec![odd])).unwrap_err();
+    let odd = mapped(&zone(|_| {}), RamImage::new(file, vec![odd]).unwrap()).unwrap_err();
     assert!(matches!(odd, RamError::Image(ImageError::Layout { .. })), "{odd}");
 }

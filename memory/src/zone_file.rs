@@ -403,6 +403,12 @@ fn file_system(file: &File) -> io::Result<libc::statfs> {
     }
 }
 
+/// Room that the file's system has left; `None` if it has no limit, or does not say.
+pub fn free_bytes(file: &File) -> Option<u64> {
+    let info = file_system(file).ok().filter(|info| info.f_blocks > 0)?;
+    info.f_bavail.checked_mul(u64::try_from(info.f_bsize).ok()?)
+}
+
 /// True when the file exists in memory only. If that is unknown, it does not count as such.
 pub fn is_in_memory(file: &File) -> bool {
     file_system(file).is_ok_and(|info| u64::try_from(info.f_type) == Ok(TMPFS_MAGIC))

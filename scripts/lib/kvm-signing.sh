@@ -52,14 +52,21 @@ KEY_ADVICE="make one (openssl req -new -x509 -newkey rsa:2048 -nodes -days 36500
 # check_signing: ends where modules would be installed that this machine refuses at its next boot, which would leave it
 # without any KVM: modprobe prefers them to the kernel's own.
 check_signing() {
-  local why said
+  local why said der
   find_key
   why=$(wants_signatures) || return 0
   [ -n "$KEY" ] || die "this machine takes signed modules only ($why), and there is no key to sign with: $KEY_ADVICE"
-  command -v mokutil >/dev/null || return 0
-  said=$(mokutil --test-key "$CERT" 2>&1 || true)
-  [[ $said != *"is not enrolled"* ]] ||
-    die "this machine takes signed modules only ($why), and does not trust $CERT: run 'mokutil --import $CERT', reboot, and confirm it there"
+  # Only what says that it is trusted counts: a key that DKMS has made is enrolled by nothing but its owner.
+  command -v mokutil >/dev/null ||
+    die "this machine takes signed modules only ($why), and only mokutil can tell whether it trusts $CERT: install mokutil"
+  der=$(mktemp)
+  as_der "$CERT" >"$der" || { rm -f "$der"; die "$CERT is no certificate"; }
+  said=$(LC_ALL=C mokutil --test-key "$der" 2>&1 || true)
+  rm -f "$der"
+  case $said in
+    *"is already enrolled"* | *"is already in db"* | *"is already in the built-in trusted keyring"*) ;;
+    *) die "this machine takes signed modules only ($why), and does not trust $CERT (mokutil: ${said//$der/it}): run 'mokutil --import $CERT', reboot, and confirm it there" ;;
+  esac
 }
 
 # sign_file_of: the program that signs, of this kernel: from the build, or from Debian's packages.
@@ -79,12 +86,15 @@ signature_hash() {
   echo "${hash:-sha256}"
 }
 
+# form_of CERT: DER or PEM.
+form_of() { if grep -q 'BEGIN CERTIFICATE' "$1"; then echo PEM; else echo DER; fi; }
+
+# as_der CERT: the certificate as mokutil takes it.
+as_der() { openssl x509 -in "$1" -inform "$(form_of "$1")" -outform DER; }
+
 # certified_name CERT: the name that modinfo gives for a signature: that of who issued the certificate, mostly itself.
 certified_name() {
-  local form
-  form=DER
-  ! grep -q 'BEGIN CERTIFICATE' "$1" || form=PEM
-  openssl x509 -in "$1" -inform "$form" -noout -issuer -nameopt multiline,utf8,-esc_msb | sed -n 's/^ *commonName *= //p' | tail -n 1
+  openssl x509 -in "$1" -inform "$(form_of "$1")" -noout -issuer -nameopt multiline,utf8,-esc_msb | sed -n 's/^ *commonName *= //p' | tail -n 1
 }
 
 # sign_modules FOLDER: signs the modules there, if there is a key, and reads the signatures again.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! VMs whose memory is a mapping of one snapshot: what they share, what each has alone, and what becomes of it.
+//! VMs whose memory is a mapping of one snapshot: what they share, what each of them has by itself, and what can be done with them.
 
 use std::fs::{self, OpenOptions};
 

@@ -9,11 +9,10 @@ use std::io;
 use std::ops::Range;
 
 use super::{AccessError, RamRegion};
+use crate::image::runs_within;
 use crate::lanes::PageKind;
 use crate::populate::THP_BYTES;
-use crate::populated::{
-    data_runs_by_page, file_data_runs, hugetlb_runs, mapped_data_runs, private_runs,
-};
+use crate::populated::{data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zone_kind::ZoneKind;
 
 /// Granularity in which it is noted what engines have populated: their chunks are multiples of it.
@@ -84,6 +83,12 @@ impl RamRegion {
     pub(super) fn ask_populated(&self, range: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let base = self.file_offset;
         let in_file = base + range.start..base + range.end;
+        if let (Some(data), Some(pagemap)) = (&self.zone.backing.image_data, &self.pagemap) {
+            let in_image = runs_within(data, &in_file);
+            let mut runs: Vec<_> = in_image.map(|run| run.start - base..run.end - base).collect();
+            runs.extend(private_runs(pagemap, &self.main, range.clone())?);
+            return Ok(joined(runs));
+        }
         let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
             (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
                 let size = self.zone.spec.size_bytes;
@@ -99,13 +104,6 @@ impl RamRegion {
             }
             (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
                 return private_runs(pagemap, &self.main, range.clone());
-            }
-            (ZoneKind::PrivateFile, Some(image), Some(pagemap)) if !self.zone.backing.locked => {
-                let in_image = file_data_runs(image, in_file)?;
-                let in_image = in_image.into_iter().map(|run| run.start - base..run.end - base);
-                let mut runs: Vec<_> = in_image.collect();
-                runs.extend(private_runs(pagemap, &self.main, range.clone())?);
-                return Ok(joined(runs));
             }
             // Others may write the file, and what it holds shows in no page table.
             _ => return Ok(vec![range.clone()]),

@@ -397,6 +397,7 @@ fn a_block_is_no_smaller_than_a_page_of_the_host() {
             holds_data: false,
             prezeroed: false,
             locked: false,
+            image_data: None,
         };
         Zone::new(zone, backing, false, &Host::real(), None).spec.block_bytes
     };

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hypervisor::Stage2Filled;
-use memory::{Collapse, GuestRam};
+use memory::{Collapse, GuestRam, ZoneKind};
 
 use super::Machine;
 use crate::events;
@@ -54,10 +54,11 @@ impl Machine {
     }
 }
 
-/// The guest physical ranges that are populated on the host.
+/// The guest physical ranges that are populated on the host. A private mapping of a file is left out: what it may hold is
+/// the whole file, which would be read, whether the guest ever touches it or not.
 fn populated(ram: &GuestRam) -> Vec<Range<u64>> {
     let mut runs = Vec::new();
-    for region in ram.regions() {
+    for region in ram.regions().iter().filter(|region| region.kind() != ZoneKind::PrivateFile) {
         match region.populated_runs(&(0..region.len_bytes())) {
             Ok(found) => {
                 let gpa = region.gpa();

@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use hypervisor::ClockPolicy;
 use memory::{
-    ImageRange, InitialContents, Prefault, PrefaultError, PrefaultOptions, RamImage, RamSources,
+    ImageError, ImageRange, InitialContents, Prefault, PrefaultError, PrefaultOptions, RamImage,
+    RamSources,
 };
 use thiserror::Error;
 use vm_migration::Cancel;
@@ -99,6 +100,8 @@ enum RestoreCause {
     Config(#[from] ConfigError),
     #[error("the requested changes cannot be made")]
     Update(#[from] UpdateError),
+    #[error("its memory cannot be mapped; memory_restore_mode=copy needs none of this")]
+    Image(#[from] ImageError),
     #[error(transparent)]
     Generation(#[from] GenerationError),
     #[error(transparent)]
@@ -335,34 +338,14 @@ fn restore_from(
     );
     let of = if is_on_demand { MigratingRam::with_aliases } else { MigratingRam::as_mapped };
     let memory = Arc::new(of(Arc::clone(&ram))?);
+    if let (Source::Own(snapshot), true) = (&source, is_mapped) {
+        snapshot.check_layout(memory.layout())?;
+    }
     let machine =
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };
     restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
-    match (source, request.memory_restore_mode) {
-        (Source::Own(snapshot), MemoryRestoreMode::Copy) => {
-            let report = copy_in(&snapshot, &*memory, default_threads(), cancel)?;
-            log::info!(
-                "{} MiB of guest memory were read in {} ms",
-                report.data_bytes >> 20,
-                report.took.as_millis()
-            );
-            prefault(&restored.machine, request, cancel)?;
-        }
-        (Source::Own(snapshot), MemoryRestoreMode::Mapped) => {
-            snapshot.check_layout(memory.layout())?;
-            prefault(&restored.machine, request, cancel)?;
-        }
-        (Source::Own(snapshot), MemoryRestoreMode::OnDemand) => {
-            let stop = Cancel::new().map_err(SnapshotError::Resource)?;
-            restored.filling = Some(Filling::start(*snapshot, &memory, stop)?);
-        }
-        (Source::Adopted(contents, _), _) => {
-            let data_bytes = contents.copy_in(&memory, cancel)?;
-            log::info!("{} MiB of guest memory were read", data_bytes >> 20);
-            prefault(&restored.machine, request, cancel)?;
-        }
-    }
+    restored.filling = load(source, request, &memory, &restored.machine, cancel)?;
     let clock = match request.clock {
         GuestClock::CatchUp => ClockPolicy::CatchUp,
         GuestClock::Continue => ClockPolicy::Continue,
@@ -378,14 +361,48 @@ fn restore_from(
     Ok(restored)
 }
 
+/// Brings the contents of memory in, or starts to.
+fn load(
+    source: Source,
+    request: &RestoreConfig,
+    memory: &Arc<MigratingRam>,
+    machine: &Machine,
+    cancel: &Cancel,
+) -> Result<Option<Filling<MigratingRam>>, RestoreCause> {
+    match (source, request.memory_restore_mode) {
+        (Source::Own(snapshot), MemoryRestoreMode::Copy) => {
+            let report = copy_in(&snapshot, &**memory, default_threads(), cancel)?;
+            log::info!(
+                "{} MiB of guest memory were read in {} ms",
+                report.data_bytes >> 20,
+                report.took.as_millis()
+            );
+            prefault(machine, request, cancel)?;
+        }
+        (Source::Own(_), MemoryRestoreMode::Mapped) => {
+            prefault(machine, request, cancel)?;
+        }
+        (Source::Own(snapshot), MemoryRestoreMode::OnDemand) => {
+            let stop = Cancel::new().map_err(SnapshotError::Resource)?;
+            return Ok(Some(Filling::start(*snapshot, memory, stop)?));
+        }
+        (Source::Adopted(contents, _), _) => {
+            let data_bytes = contents.copy_in(memory, cancel)?;
+            log::info!("{} MiB of guest memory were read", data_bytes >> 20);
+            prefault(machine, request, cancel)?;
+        }
+    }
+    Ok(None)
+}
+
 /// The memory of a snapshot, to be mapped.
-fn image(snapshot: &Opened) -> Result<RamImage, SnapshotError> {
+fn image(snapshot: &Opened) -> Result<RamImage, RestoreCause> {
     let range = |part: MemoryPart| {
         let MemoryPart { gpa, len_bytes, offset_bytes } = part;
         ImageRange { gpa, len_bytes, offset_bytes }
     };
     let file = Arc::new(snapshot.memory_file()?);
-    Ok(RamImage::new(file, snapshot.memory_parts().map(range).collect()))
+    Ok(RamImage::new(file, snapshot.memory_parts().map(range).collect())?)
 }
 
 /// Prefaults the memory for which the snapshot has no contents: all zones if the restore requests it, else
