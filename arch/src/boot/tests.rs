@@ -427,6 +427,11 @@ fn mutated(image: Vec<u8>, changes: &[(usize, u8)]) -> Vec<u8> {
     image
 }
 
+#[test]
+fn a_whole_bzimage_is_entered() {
+    assert!(fuzz_kernel_image(&bzimage(XLF_64_AND_ABOVE_4G, 0x1000)));
+}
+
 proptest! {
     #[test]
     fn arbitrary_bytes_are_no_kernel(bytes: Vec<u8>) {

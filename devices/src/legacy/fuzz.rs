@@ -209,27 +209,28 @@ impl Machine {
 }
 
 /// The first byte chooses the number of segments, or says that the rest is a saved state. Each eleven that follow are a
-/// step: what, two of an offset, and eight of a value.
-pub fn fuzz(data: &[u8]) {
-    let Some((mode, rest)) = data.split_first() else { return };
+/// step: what, two of an offset, and eight of a value. Returns how many steps were made, or how often the state was taken.
+pub fn fuzz(data: &[u8]) -> usize {
+    let Some((mode, rest)) = data.split_first() else { return 0 };
     if *mode == STATE { restore(rest) } else { run(u16::from(mode % 4), rest) }
 }
 
-fn run(last_segment: u16, steps: &[u8]) {
+fn run(last_segment: u16, steps: &[u8]) -> usize {
     let (may_go, clock) = (MayGo::default(), SetClock::default());
     let new = || Machine::new(last_segment, &may_go, &clock);
-    let Some(mut machine) = new() else { return };
+    let mut made = 0;
+    let Some(mut machine) = new() else { return made };
     for step in steps.chunks_exact(STEP_BYTES) {
-        let [what, place, high, value @ ..] = step else { return };
-        let Ok(value) = <[u8; 8]>::try_from(value) else { return };
+        let [what, place, high, value @ ..] = step else { return made };
+        let Ok(value) = <[u8; 8]>::try_from(value) else { return made };
         match what & 0xf {
             OWNER => machine.own(what >> 4, *place, value, &may_go, &clock),
             MOVE => match new() {
                 Some(other) => machine = machine.go_on_in(other),
-                None => return,
+                None => return made,
             },
             number => {
-                let Some(device) = machine.device(number) else { return };
+                let Some(device) = machine.device(number) else { return made };
                 // Beyond the registers only now and then.
                 let offset = if *high < 0xf0 { 0 } else { u64::from(*high) << (high % 56) };
                 let offset = offset | u64::from(*place);
@@ -246,14 +247,17 @@ fn run(last_segment: u16, steps: &[u8]) {
                 assert!(machine.cpus.is_present(0), "the first vCPU has gone");
             }
         }
+        made += 1;
     }
+    made
 }
 
-fn restore(json: &[u8]) {
-    let Ok(state) = serde_json::from_slice::<DeviceSnapshot>(json) else { return };
+fn restore(json: &[u8]) -> usize {
+    let mut times = 0;
+    let Ok(state) = serde_json::from_slice::<DeviceSnapshot>(json) else { return times };
     let (may_go, clock) = (MayGo::default(), SetClock::default());
     for last_segment in [0, 1] {
-        let Some(machine) = Machine::new(last_segment, &may_go, &clock) else { return };
+        let Some(machine) = Machine::new(last_segment, &may_go, &clock) else { return times };
         let before: Vec<DeviceSnapshot> = machine.saved().map(Snapshot::save).into();
         for (device, before) in machine.saved().into_iter().zip(&before) {
             if device.restore(&state).is_err() {
@@ -265,9 +269,11 @@ fn restore(json: &[u8]) {
                 panic!("a state that was taken is refused: {error}: {:?}", taken.data);
             }
             assert_eq!(device.save(), taken);
+            times += 1;
         }
         let _ = machine.timer.restore(&state);
     }
+    times
 }
 
 #[cfg(test)]
@@ -286,12 +292,13 @@ mod tests {
                 (any::<u8>(), 0..48_u8, any::<u8>(), proptest::array::uniform8(0..48_u8)), 0..120,
             ),
         ) {
+            let count = steps.len();
             let mut bytes = vec![mode % 4];
             for (what, place, high, value) in steps {
                 bytes.extend([what, place, high]);
                 bytes.extend(value);
             }
-            fuzz(&bytes);
+            prop_assert_eq!(fuzz(&bytes), count, "each step is made");
         }
 
         #[test]
@@ -315,7 +322,10 @@ mod tests {
             ] {
                 let state = json!({"kind": kind, "version": version, "data": data}).to_string();
                 let bytes: Vec<u8> = std::iter::once(STATE).chain(state.bytes()).collect();
-                fuzz(&bytes);
+                let times = fuzz(&bytes);
+                // By the device of that kind in each of two machines.
+                prop_assert!([0, 1, 2].contains(&times), "{} takes what is of {}", times, kind);
+                prop_assert!(times == 2 || kind != "acpi-ged" && kind != "serial-16550");
             }
         }
     }

@@ -245,9 +245,26 @@ mod tests {
     proptest! {
         /// Whatever comes is read or refused.
         #[test]
-        fn any_text_is_survived(text in "(?s).{0,200}", line in "[a-z]{0,3}[{]?([a-z]{0,2}=?\"?[\\\\n,}a]{0,3}\"?,?){0,3}[}]? ?[0-9.e+-]{0,4}") {
-            let _ = read(&text);
-            let _ = read(&format!("{line}\n# EOF\n"));
+        fn any_text_is_read_or_refused_by_its_line(text in "(?s).{0,200}", line in "[a-z]{0,3}[{]?([a-z]{0,2}=?\"?[\\\\n,}a]{0,3}\"?,?){0,3}[}]? ?[0-9.e+-]{0,4}") {
+            for text in [text, format!("{line}\n# EOF\n")] {
+                let is_whole = text.lines().any(|line| line == "# EOF");
+                match read(&text) {
+                    Ok(samples) => {
+                        prop_assert!(is_whole);
+                        let lines = text.lines().take_while(|line| *line != "# EOF");
+                        let told = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+                        let kept = samples.named.values().map(Vec::len).sum::<usize>();
+                        prop_assert_eq!(kept, told.count());
+                    }
+                    Err(MalformedMetrics::Line { line, text: told }) => {
+                        let named = text.lines().nth(line - 1).unwrap_or_default();
+                        prop_assert!(told.chars().count() <= 80 && !told.chars().any(char::is_control));
+                        prop_assert_eq!(told.chars().next(), named.chars().next().map(printable));
+                    }
+                    Err(MalformedMetrics::Cut) => prop_assert!(!is_whole),
+                    Err(MalformedMetrics::TooMany) => prop_assert!(false, "not so many lines"),
+                }
+            }
         }
 
         #[test]

@@ -76,6 +76,8 @@ pub fn fuzz_stream(data: &[u8]) {
     let mut from = data;
     while let Ok(message) = Message::read(&mut from) {
         assert_eq!(Command::from_code(message.command().code()).ok(), Some(message.command()));
+        let again = Message::read(&mut &message.encode()[..]);
+        assert!(again.is_ok_and(|again| again == message), "written otherwise: {message:?}");
         match &message {
             Message::Memory(ranges)
             | Message::PageFault(ranges)

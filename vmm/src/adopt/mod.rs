@@ -180,9 +180,9 @@ pub fn begin(message: &ConfigMessage) -> Result<Begun, AdoptError> {
 }
 
 /// Fuzzes the conversion: a line with the configuration, then the document. What is made of them has a state that is read
-/// as it was written.
+/// as it was written. Returns whether they could be converted.
 #[cfg(any(test, feature = "testing"))]
-pub fn fuzz_adopt(data: &[u8]) {
+pub fn fuzz_adopt(data: &[u8]) -> bool {
     struct Counting;
     impl ReadGuest for Counting {
         fn read_u16(&self, gpa: u64) -> Result<u16, Box<dyn Error + Send + Sync>> {
@@ -190,15 +190,18 @@ pub fn fuzz_adopt(data: &[u8]) {
             Ok(u16::from_le_bytes([gpa.to_le_bytes()[1] & 3, 0]))
         }
     }
-    let Some(end) = data.iter().position(|byte| *byte == b'\n') else { return };
+    let Some(end) = data.iter().position(|byte| *byte == b'\n') else { return false };
     let (config, document) = data.split_at(end);
-    let Ok(config) = cloud_hypervisor_state::ConfigMessage::read_vm_config(config) else { return };
-    let Ok(document) = Document::read(document) else { return };
-    let Ok(mut adopted) = adopt(&config, &document.memory, &document, &Counting) else { return };
+    let read = cloud_hypervisor_state::ConfigMessage::read_vm_config;
+    let (Ok(config), Ok(document)) = (read(config), Document::read(document)) else { return false };
+    let Ok(mut adopted) = adopt(&config, &document.memory, &document, &Counting) else {
+        return false;
+    };
     adopted.count_tsc_from(u64::MAX);
     let json = adopted.state.to_json().unwrap_or_default();
     let again = MachineState::from_json(&json).map(|state| state.to_json().unwrap_or_default());
     assert!(matches!(again, Ok(again) if again == json), "read otherwise");
+    true
 }
 
 /// Converts a VM.

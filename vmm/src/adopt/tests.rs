@@ -175,7 +175,7 @@ fn recorded_machines_are_taken_over() {
 #[test]
 fn a_configuration_and_a_document_are_fuzzed() {
     let input = [file!("plain-1", "config.json"), &b"\n"[..], file!("plain-1", "state.json")];
-    fuzz_adopt(&input.concat());
+    assert!(fuzz_adopt(&input.concat()));
 }
 
 #[test]

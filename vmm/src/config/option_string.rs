@@ -349,6 +349,17 @@ mod tests {
         assert_eq!(edit_distance("abc", "abc"), 0);
     }
 
+    /// Whether brackets and quotes match up; those in quotes are text.
+    fn is_balanced(text: &str) -> bool {
+        let pieces: Vec<&str> = text.split('"').collect();
+        let outside: String = pieces.iter().step_by(2).copied().collect();
+        let mut rest = outside.replace(|c| c != '[' && c != ']', "");
+        while rest.contains("[]") {
+            rest = rest.replace("[]", "");
+        }
+        rest.is_empty() && pieces.len() % 2 == 1
+    }
+
     proptest! {
         #[test]
         fn quoting_is_undone_by_unquoting(text in ".{0,40}") {
@@ -359,9 +370,69 @@ mod tests {
         }
 
         #[test]
-        fn splitting_never_panics(text in "[a-z=,\\[\\]\" ]{0,60}") {
-            let _ = Options::split("x", &text, KEYS);
-            let _ = list_items(&text);
+        fn what_is_split_is_all_of_the_text(text in "[a-c=,\\[\\]\" ]{0,30}") {
+            let parts = split_commas(&text);
+            prop_assert_eq!(parts.is_some(), is_balanced(&text));
+            let Some(parts) = parts else { return Ok(()) };
+            prop_assert_eq!(parts.join(","), &text[..]);
+            for part in parts {
+                prop_assert!(is_balanced(part), "{:?}", part);
+                prop_assert_eq!(split_commas(part), Some(vec![part]), "no comma of its own");
+            }
+        }
+
+        #[test]
+        fn a_list_is_split_into_all_that_is_in_it(
+            text in "[a-c,\\[\\]\" ]{0,30}", is_bracketed: bool,
+        ) {
+            let list = if is_bracketed { format!(" [{text}]") } else { text.clone() };
+            let inner = if is_bracketed { &text[..] } else { text.trim() };
+            match list_items(&list) {
+                Some(items) if inner.trim().is_empty() => prop_assert!(items.is_empty()),
+                Some(items) if is_bracketed || !inner.starts_with('[') => {
+                    let parts = split_commas(inner).unwrap_or_default();
+                    let trimmed: Vec<_> = parts.into_iter().map(str::trim).collect();
+                    prop_assert_eq!(items, trimmed);
+                }
+                Some(items) => {
+                    prop_assert!(inner.ends_with(']'));
+                    prop_assert!(items.iter().all(|item| inner.contains(item)));
+                }
+                None if is_bracketed => prop_assert!(!is_balanced(inner)),
+                None => prop_assert!(!is_balanced(inner) || inner.starts_with('[')),
+            }
+        }
+
+        #[test]
+        fn options_are_what_is_between_the_commas(
+            keys in prop::collection::vec("path=[a-c/]{0,3}|readonly=(on|off)|tty|path|tty=1|[a-z]{1,6}", 1..5),
+            end in "|\\[|\"",
+        ) {
+            let text = format!("{}{end}", keys.join(","));
+            let known = |part: &String| {
+                part == "tty" || part.starts_with("path=") || part.starts_with("readonly=")
+            };
+            match Options::split("x", &text, KEYS) {
+                Ok(options) => {
+                    let written = |(key, value): &(&str, Option<&str>)| {
+                        value.map_or((*key).to_owned(), |value| format!("{key}={value}"))
+                    };
+                    let items: Vec<_> = options.items.iter().map(written).collect();
+                    prop_assert_eq!(&items, &keys);
+                    prop_assert!(keys.iter().all(known));
+                }
+                Err(OptionError::Unbalanced { text: named }) => {
+                    prop_assert!(!end.is_empty() && named == text);
+                }
+                Err(OptionError::Shape { key, .. }) => {
+                    let with_value = format!("{key}=1");
+                    prop_assert!(keys.contains(&key) || keys.contains(&with_value));
+                }
+                Err(OptionError::UnknownKey { key, .. }) => {
+                    prop_assert!(keys.contains(&key) && !KEYS.iter().any(|it| it.key == key));
+                }
+                Err(other) => prop_assert!(false, "{:?}", other),
+            }
         }
     }
 }

@@ -349,7 +349,40 @@ proptest! {
     }
 
     #[test]
-    fn any_accept_header_is_harmless(accept in "\\PC*") {
-        let _ = Format::for_accept(Some(&accept));
+    fn what_is_chosen_was_offered(accept in prop_oneof![
+        "\\PC*",
+        "((TEXT|text|application|\\*|image)/(plain|\\*|openmetrics-text|png)(; ?q=[01](\\.[0-9]{0,4})?)?, ?){0,4}",
+    ]) {
+        let format = Format::for_accept(Some(&accept));
+        let accept = accept.to_ascii_lowercase();
+        let offers = |media: &[&str]| {
+            accept.split(',').any(|range| {
+                media.contains(&range.split(';').next().unwrap_or_default().trim())
+            })
+        };
+        let (plain, open) = (
+            offers(&["text/plain", "text/*"]),
+            offers(&["application/openmetrics-text", "application/*", "*/*"]),
+        );
+        match format {
+            // Without an offer, and where both are as welcome, it is OpenMetrics.
+            Format::Prometheus => prop_assert!(plain),
+            Format::OpenMetrics => prop_assert!(open || !plain || accept.contains("q=")),
+        }
+    }
+
+    #[test]
+    fn the_heavier_of_two_is_chosen(plain in 0..=1000_u32, open in 0..=1000_u32, turned: bool) {
+        let weight = |it: u32| format!("{}.{:03}", it / 1000, it % 1000);
+        let mut ranges = [
+            format!("text/plain;version=0.0.4;q={}", weight(plain)),
+            format!("application/openmetrics-text;version=1.0.0;q={}", weight(open)),
+        ];
+        if turned {
+            ranges.reverse();
+        }
+        let format = Format::for_accept(Some(&ranges.join(",")));
+        let expected = if plain > open { Format::Prometheus } else { Format::OpenMetrics };
+        prop_assert_eq!(format, expected);
     }
 }

@@ -562,6 +562,7 @@ fn guest_memory() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Each entry asserts that its device could be set up and ran, and returns.
     #[test]
     fn no_ring_content_upsets_any_device(memory in guest_memory()) {
         fuzz::fuzz_balloon(&memory);
