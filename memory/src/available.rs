@@ -16,7 +16,6 @@ use process_facts::{Cgroups, groups_in};
 
 use crate::host::Host;
 use crate::region::RamRegion;
-use crate::zone_kind::ZoneKind;
 
 /// Share of the host's memory that is left free, within bounds: the kernel and other processes continue to
 /// need some, and begin to stall before the last page is gone.
@@ -130,10 +129,7 @@ pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMem
         return Ok(());
     }
     let missing = |region: &RamRegion, run: Range<u64>| {
-        // What a private mapping shows of its file is copied when it is written.
-        let has_own = region.kind() != ZoneKind::PrivateFile;
-        let there = has_own.then(|| region.populated_runs(&run).unwrap_or_default());
-        let there = there.unwrap_or_default();
+        let there = region.own_runs(&run);
         let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
         (run.end - run.start).saturating_sub(there_bytes)
     };

@@ -15,7 +15,7 @@ use crate::config::{Backing, ZoneSpec};
 use crate::file_lock::{self, FileUse, LockError};
 use crate::layout::Placement;
 use crate::populated::file_data_runs;
-use crate::zone_file::{free_bytes, is_in_memory};
+use crate::zone_file::{free_bytes, is_in_memory, is_on_nfs};
 use crate::zone_kind::ZoneKind;
 
 /// A part of guest RAM in the file.
@@ -85,6 +85,8 @@ impl RamImage {
     /// When another process has it locked, or its file system has no room for its holes.
     pub fn new(file: Arc<File>, ranges: Vec<ImageRange>) -> Result<Self, ImageError> {
         match file_lock::lock(&file, FileUse::Read) {
+            // A lock that its server forgets fails all reads from then on, which would not fail without one.
+            Ok(()) if is_on_nfs(&file) => drop(file_lock::unlock(&file)),
             Ok(()) => {}
             Err(LockError::Held) => {
                 return Err(ImageError::InUse { holders: file_lock::holders(&file) });
@@ -92,7 +94,8 @@ impl RamImage {
             Err(error) => log::debug!("an image of guest memory is not locked: {error:?}"),
         }
         let end = |range: &ImageRange| range.offset_bytes.saturating_add(range.len_bytes);
-        let all = 0..ranges.iter().map(end).max().unwrap_or(0);
+        let len_bytes = file.metadata().map_or(u64::MAX, |file| file.len());
+        let all = 0..ranges.iter().map(end).max().unwrap_or(0).min(len_bytes);
         let data = file_data_runs(&file, all.clone()).unwrap_or_else(|error| {
             log::debug!("holes of an image of guest memory are unknown: {error}");
             vec![all.clone()]
@@ -112,6 +115,10 @@ impl RamImage {
         let why = match &zone.backing {
             _ if zone.shared => Some("it is shared memory"),
             _ if zone.block_bytes.is_some() => Some("the guest plugs and unplugs it"),
+            // The kernel keeps it with the file there.
+            _ if zone.host_numa_node.is_some() && is_in_memory(&self.file) => {
+                Some("the file is on tmpfs, where a node for one VM is the node of all")
+            }
             Backing::Hugetlb { .. } => Some("it has huge pages"),
             Backing::File(_) => Some("it has a file of its own"),
             Backing::Memfd => Some("it is a memfd"),

@@ -86,9 +86,11 @@ fn what_may_hold_data_is_the_file_s_and_what_was_written() {
     region.write_range(100 * PAGE_BYTES, &[1]).unwrap();
     // Written, so that it has a page of its own; it may not be left out although the file has it, too.
     region.write_range(2 * PAGE_BYTES, &[1]).unwrap();
+    // Between what the file has.
+    region.write_range(5 * PAGE_BYTES, &[1]).unwrap();
     let runs = region.populated_runs(&(0..4 * MIB)).unwrap();
     let holds = |page: u64| runs.iter().any(|run| run.contains(&(page * PAGE_BYTES)));
-    for page in [1, 2, 7, 100] {
+    for page in [1, 2, 5, 7, 100] {
         assert!(holds(page), "page {page} is not in {runs:?}");
     }
     // Blocks of a file system may be larger than pages, and reads go ahead.
@@ -128,6 +130,57 @@ fn a_file_that_another_process_may_write_is_refused() {
 }
 
 #[test]
+fn only_pages_of_its_own_take_memory_of_the_host() {
+    let (_directory, path) = file(&[1, 2, 7]);
+    let ram = mapped(&zone(|_| {}), image(&path)).unwrap();
+    let region = &ram.regions()[0];
+    // All that the file has is in the page tables, and none of it is this process's.
+    for number in 0..PAGES {
+        page(&ram, number);
+    }
+    assert_eq!(region.private_bytes(), 0);
+    for number in [2, 3, 500] {
+        region.write_range(number * PAGE_BYTES, &[1]).unwrap();
+    }
+    // Kernels before 6.7 do not tell.
+    let own = region.own_runs(&(0..4 * MIB));
+    if own.is_empty() {
+        test_skip::skip!("this kernel does not scan page tables");
+        return;
+    }
+    let pages = |from: u64, to: u64| from * PAGE_BYTES..to * PAGE_BYTES;
+    assert_eq!(own, [pages(2, 4), pages(500, 501)]);
+    assert_eq!(region.private_bytes(), 3 * PAGE_BYTES);
+}
+
+#[test]
+fn a_file_without_room_for_its_holes_is_refused_in_memory_only() {
+    let shm = std::path::Path::new("/dev/shm");
+    let made = tempfile::tempdir_in(shm).ok().filter(|folder| {
+        let file = File::create_new(folder.path().join("memory"));
+        file.is_ok_and(|file| is_in_memory(&file) && free_bytes(&file).is_some())
+    });
+    let Some(folder) = made else {
+        test_skip::skip!("there is no /dev/shm with a limit");
+        return;
+    };
+    let path = folder.path().join("memory");
+    let file = || Arc::new(OpenOptions::new().read(true).write(true).open(&path).unwrap());
+    let free = free_bytes(&file()).unwrap();
+    let of = |len_bytes: u64| {
+        file().set_len(len_bytes).unwrap();
+        RamImage::new(file(), vec![ImageRange { gpa: GPA, len_bytes, offset_bytes: 0 }])
+    };
+    let too_large = of((free + (1 << 30)).next_multiple_of(PAGE_BYTES));
+    assert!(matches!(too_large, Err(ImageError::NoRoom { .. })), "{too_large:?}");
+    let small = of(4 * MIB).unwrap();
+    // Only there is a node that of the file.
+    let here = small.backing(&ZoneSpec { host_numa_node: Some(0), ..ZoneSpec::new("z", 4 * MIB) });
+    assert!(here.is_err_and(|error| error.to_string().contains("tmpfs")));
+    small.backing(&ZoneSpec::new("z", 4 * MIB)).unwrap();
+}
+
+#[test]
 fn parts_of_runs() {
     let runs = [2..4, 6..9, 12..13];
     let within = |range: Range<u64>| runs_within(&runs, &range).collect::<Vec<_>>();
@@ -147,6 +200,7 @@ fn other_memory_and_other_layouts_are_refused_by_name() {
     };
     for (change, words) in [
         ((|z| z.shared = true) as fn(&mut ZoneSpec), "shared"),
+        (|z| z.block_bytes = Some(2 * MIB), "plugs"),
         (|z| z.backing = Backing::Memfd, "memfd"),
         (|z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 }, "huge"),
         (|z| z.backing = Backing::File("/nowhere".into()), "file of its own"),

@@ -187,6 +187,8 @@ struct ScanRegion {
     categories: u64,
 }
 
+/// Category of pages of a file, which a private mapping of it shows until it has its own.
+const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 /// Category of pages that were only read: the shared zero page.
@@ -260,6 +262,18 @@ pub fn private_runs(
         Ok(runs) => Ok(runs),
         Err(_) => read_pagemap(pagemap, mapping.start(), range),
     }
+}
+
+/// The pages of a private mapping of a file that are copies, and not the file's.
+///
+/// # Errors
+/// When the kernel has no `PAGEMAP_SCAN` (before 6.7), or refuses.
+pub fn copied_runs(
+    pagemap: &File,
+    mapping: &Mapping,
+    range: Range<u64>,
+) -> io::Result<Vec<Range<u64>>> {
+    scan_pagemap(pagemap, mapping.start(), range, PAGE_IS_ZERO_PAGE | PAGE_IS_FILE)
 }
 
 /// The same on kernels without the scan: eight bytes are read per page.

@@ -23,6 +23,7 @@ use crate::zone_kind::ZoneKind;
 /// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+const NFS_MAGIC: u64 = 0x6969;
 
 /// Most times that a file is opened anew because another has replaced it meanwhile; endless replacement is
 /// an error.
@@ -405,8 +406,14 @@ fn file_system(file: &File) -> io::Result<libc::statfs> {
 
 /// Room that the file's system has left; `None` if it has no limit, or does not say.
 pub fn free_bytes(file: &File) -> Option<u64> {
+    // A tmpfs without a limit reports no blocks at all.
     let info = file_system(file).ok().filter(|info| info.f_blocks > 0)?;
-    info.f_bavail.checked_mul(u64::try_from(info.f_bsize).ok()?)
+    Some(info.f_bavail.saturating_mul(u64::try_from(info.f_bsize).ok()?))
+}
+
+/// True when the file is on another host, of which NFS is asked.
+pub fn is_on_nfs(file: &File) -> bool {
+    file_system(file).is_ok_and(|info| u64::try_from(info.f_type) == Ok(NFS_MAGIC))
 }
 
 /// True when the file exists in memory only. If that is unknown, it does not count as such.
@@ -446,12 +453,9 @@ fn check_room(
     allocated_bytes: u64,
 ) -> Result<(), BackingError> {
     // A file system that does not report its free space is not checked.
-    let Ok(info) = file_system(file) else { return Ok(()) };
-    let block_bytes = u64::try_from(info.f_bsize).unwrap_or(0);
+    let Some(free_bytes) = free_bytes(file) else { return Ok(()) };
     let missing_bytes = zone.size_bytes.saturating_sub(allocated_bytes);
-    let free_bytes = info.f_bavail.saturating_mul(block_bytes);
-    // A tmpfs without a limit reports no blocks at all.
-    if info.f_blocks > 0 && missing_bytes > free_bytes {
+    if missing_bytes > free_bytes {
         let (zone, path) = (zone.id.clone(), path.to_owned());
         return Err(BackingError::FileSystemFull { zone, path, missing_bytes, free_bytes });
     }

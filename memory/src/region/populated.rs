@@ -12,7 +12,9 @@ use super::{AccessError, RamRegion};
 use crate::image::runs_within;
 use crate::lanes::PageKind;
 use crate::populate::THP_BYTES;
-use crate::populated::{data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::populated::{
+    copied_runs, data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs, push_run,
+};
 use crate::zone_kind::ZoneKind;
 
 /// Granularity in which it is noted what engines have populated: their chunks are multiples of it.
@@ -21,12 +23,9 @@ pub(super) const BLOCK_BYTES: u64 = THP_BYTES;
 /// Sorted and disjoint runs that contain the same bytes.
 fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_unstable_by_key(|run| run.start);
-    let mut joined: Vec<Range<u64>> = Vec::with_capacity(runs.len());
+    let mut joined = Vec::with_capacity(runs.len());
     for run in runs {
-        match joined.last_mut() {
-            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
-            _ => joined.push(run),
-        }
+        push_run(&mut joined, run);
     }
     joined
 }
@@ -111,13 +110,28 @@ impl RamRegion {
         Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
     }
 
+    /// The parts of `range` that are populated with memory of this VM alone. They are those of
+    /// [`populated_runs`](Self::populated_runs), but for a private mapping of a file: what it only shows of the file is not
+    /// the VM's, and takes memory when it is written. Where the page tables do not tell (before Linux 6.7), none of such
+    /// a mapping is.
+    pub fn own_runs(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let runs = match (self.kind(), &self.pagemap) {
+            (ZoneKind::PrivateFile, Some(pagemap)) => {
+                copied_runs(pagemap, &self.main, range.clone()).ok()
+            }
+            (ZoneKind::PrivateFile, None) => None,
+            _ => self.populated_runs(range).ok(),
+        };
+        runs.unwrap_or_default()
+    }
+
     /// How much of private memory is populated, as the page tables say; nothing where they do not.
     pub(crate) fn private_bytes(&self) -> u64 {
-        if self.kind() != ZoneKind::PrivateAnonymous || self.pagemap.is_none() {
+        if self.kind() == ZoneKind::Shared || self.pagemap.is_none() {
             return 0;
         }
         let usable = self.usable_runs();
-        let runs = usable.iter().flat_map(|run| self.ask_populated(run).unwrap_or_default());
+        let runs = usable.iter().flat_map(|run| self.own_runs(run));
         runs.map(|run| run.end - run.start).sum()
     }
 

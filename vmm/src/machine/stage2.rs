@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hypervisor::Stage2Filled;
-use memory::{Collapse, GuestRam, ZoneKind};
+use memory::{Collapse, GuestRam, RamRegion};
 
 use super::Machine;
 use crate::events;
@@ -54,20 +54,15 @@ impl Machine {
     }
 }
 
-/// The guest physical ranges that are populated on the host. A private mapping of a file is left out: what it may hold is
-/// the whole file, which would be read, whether the guest ever touches it or not.
+/// The guest physical ranges that have memory of the host. What a private mapping only shows of its file is left out: that
+/// would be read, whether the guest ever touches it or not.
 fn populated(ram: &GuestRam) -> Vec<Range<u64>> {
-    let mut runs = Vec::new();
-    for region in ram.regions().iter().filter(|region| region.kind() != ZoneKind::PrivateFile) {
-        match region.populated_runs(&(0..region.len_bytes())) {
-            Ok(found) => {
-                let gpa = region.gpa();
-                runs.extend(found.into_iter().map(|run| gpa + run.start..gpa + run.end));
-            }
-            Err(error) => log::debug!("memory zone '{}' is left out: {error}", region.zone_id()),
-        }
-    }
-    runs
+    let of = |region: &Arc<RamRegion>| {
+        let gpa = region.gpa();
+        let runs = region.own_runs(&(0..region.len_bytes()));
+        runs.into_iter().map(move |run| gpa + run.start..gpa + run.end)
+    };
+    ram.regions().iter().flat_map(of).collect()
 }
 
 fn report(end: Stage2Filled) {
@@ -82,5 +77,36 @@ fn report(end: Stage2Filled) {
         let properties: &[(&'static str, &str)] =
             &[("filled_bytes", &bytes), ("took_ms", &took_ms)];
         events::emit("vm", "stage2-prefault-completed", properties);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use memory::{ImageRange, RamConfig, RamImage, RamLayout, RamSources, ZoneSpec};
+
+    use super::*;
+
+    const LEN_BYTES: u64 = 2 << 20;
+
+    #[test]
+    fn a_file_is_not_read_for_what_a_guest_may_never_touch() {
+        let file = tempfile::tempfile().unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &vec![1; 2 << 20], 0).unwrap();
+        let range = ImageRange { gpa: 0, len_bytes: LEN_BYTES, offset_bytes: 0 };
+        let image = RamImage::new(Arc::new(file), vec![range]).unwrap();
+        let config = RamConfig { zones: vec![ZoneSpec::new("z", LEN_BYTES)] };
+        let sources = RamSources { image: Some(image), ..RamSources::default() };
+        let ram = GuestRam::with_sources(&config, RamLayout::default(), &sources).unwrap();
+        // It holds data, and the VM has none of it.
+        let region = &ram.regions()[0];
+        let shown = region.populated_runs(&(0..LEN_BYTES)).unwrap();
+        assert!(shown.contains(&(0..LEN_BYTES)), "{shown:?}");
+        assert_eq!(populated(&ram), []);
+        region.write_range(4096, &[2]).unwrap();
+        let own = populated(&ram);
+        // Kernels before 6.7 do not tell.
+        assert!(own.iter().all(|run| *run == (4096..8192)), "{own:?}");
     }
 }

@@ -296,12 +296,11 @@ fn restore_from(
     updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
     confine(&config)?;
-    let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty())
-        || !config.vhost_user_devices().is_empty();
-    if has_devices && is_on_demand {
+    let passes_through = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
+    if is_on_demand && (passes_through || !config.vhost_user_devices().is_empty()) {
         return Err(DmaToMissingPages.into());
     }
-    if has_devices && is_mapped {
+    if is_mapped && passes_through {
         return Err(RestoreCause::MappedForDevices);
     }
     // First, as a state that cannot be parsed needs no machine.
