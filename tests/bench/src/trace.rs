@@ -11,6 +11,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Instances are named so, and by the process.
+const NAME: &str = "godwit-bench-";
+
 /// Ioctl number of `KVM_RUN`.
 pub const KVM_RUN: u32 = 0xae80;
 
@@ -33,7 +36,8 @@ impl Instance {
     /// An empty one with times of the monotonic clock.
     pub fn create() -> io::Result<Self> {
         let (root, mounted) = tracefs()?;
-        let folder = root.join(format!("instances/godwit-bench-{}", std::process::id()));
+        remove_left(&root.join("instances"));
+        let folder = root.join(format!("instances/{NAME}{}", std::process::id()));
         if let Err(error) = fs::create_dir(&folder) {
             unmount(mounted.as_deref());
             return Err(error);
@@ -52,6 +56,20 @@ impl Instance {
     pub fn get(&self, name: &str) -> io::Result<String> {
         // A name of a thread can hold any bytes.
         Ok(String::from_utf8_lossy(&fs::read(self.folder.join(name))?).into_owned())
+    }
+}
+
+/// Removes what benchmarks that were killed have left: its events cost every system call of the machine something.
+fn remove_left(instances: &Path) {
+    let left = |name: &std::ffi::OsStr| {
+        let pid = name.to_str()?.strip_prefix(NAME)?.parse::<u32>().ok()?;
+        (!Path::new("/proc").join(pid.to_string()).exists()).then_some(())
+    };
+    for old in fs::read_dir(instances).into_iter().flatten().flatten() {
+        if left(&old.file_name()).is_some() {
+            let _ = fs::write(old.path().join("events/enable"), "0");
+            let _ = fs::remove_dir(old.path());
+        }
     }
 }
 
@@ -149,6 +167,20 @@ fn parse(text: &str) -> Marks {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_process_that_is_gone_has_left_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mine = std::process::id().to_string();
+        // No process has that number.
+        for name in [format!("{NAME}{mine}"), format!("{NAME}4294967295"), "other".to_owned()] {
+            fs::create_dir(folder.path().join(name)).expect("a folder");
+        }
+        remove_left(folder.path());
+        let there = |name: &str| folder.path().join(name).exists();
+        assert!(there(&format!("{NAME}{mine}")) && there("other"));
+        assert!(!there(&format!("{NAME}4294967295")));
+    }
 
     #[test]
     fn lines_of_the_kernel() {

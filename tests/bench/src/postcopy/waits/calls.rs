@@ -154,4 +154,12 @@ mod tests {
         let found = deliver(&sends, &receives, |_| None);
         assert!(found.iter().all(Option::is_none));
     }
+
+    #[test]
+    fn nothing_is_received_before_it_is_sent() {
+        let (sends, receive) = ([call(0, 1, 32), call(20, 21, 32)], call(3, 4, 64));
+        let found = deliver(&sends, &[&receive], |send| (send.enter.at == 0).then_some(1));
+        let ends: Vec<_> = found.iter().map(|found| found.map(|receive| receive.exit.at)).collect();
+        assert_eq!(ends, [Some(4), None]);
+    }
 }

@@ -62,7 +62,7 @@ impl Way {
 }
 
 /// The threads that take part, by their numbers.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Roles {
     pub vcpus: BTreeSet<u32>,
     /// At the destination: they read faults.

@@ -94,10 +94,12 @@ const OWN: &str = "mean behind threads of both VMMs";
 const OTHERS: &str = "mean behind other threads";
 /// Of the mean: the processor had nothing to do, and was woken.
 const ON_IDLE: &str = "mean until an idle processor woke";
-/// All three together.
+/// Of the mean: work, and sleep for other reasons.
+const REST: &str = "mean of the rest";
+/// What has no processor, by any of the three.
 const WITHOUT_P99: &str = "p99 without a processor";
 /// What is known of a step.
-const COLUMNS: [&str; 7] = [MEDIAN, P99, MEAN, OWN, OTHERS, ON_IDLE, WITHOUT_P99];
+const COLUMNS: [&str; 8] = [MEDIAN, P99, MEAN, OWN, OTHERS, ON_IDLE, WITHOUT_P99, REST];
 
 /// Names a file for the last record.
 const KEEP: &str = "GODWIT_BENCH_TRACE";
@@ -170,7 +172,7 @@ fn measure(programs: &Programs, candidate: Candidate) -> Result<Vec<Value>, Box<
         let recording = scope.spawn(|| record::record(&instance, pids, vcpus, &over));
         let migrated = pair.migrate().map_err(|error| error.to_string());
         over.store(true, Ordering::Release);
-        let recorded = recording.join().map_err(|_| "the recording thread panicked".to_owned())?;
+        let recorded = recording.join().map_err(|_| "recording failed".to_owned())?;
         migrated.and(recorded)
     })?;
     drop(instance);
@@ -241,7 +243,8 @@ fn columns(steps: &[Step]) -> [f64; COLUMNS.len()] {
     let without = sorted(|step| step.without.all_us());
     let means = [mean(&took), mean(&own), mean(&others), mean(&idle)];
     let [took_mean, own, others, idle] = means;
-    [at(&took, 50), at(&took, 99), took_mean, own, others, idle, at(&without, 99)]
+    let rest = (took_mean - own - others - idle).max(0.0);
+    [at(&took, 50), at(&took, 99), took_mean, own, others, idle, at(&without, 99), rest]
 }
 
 /// One figure for each measured quantity.
@@ -286,10 +289,10 @@ mod tests {
     fn columns_are_of_all_waits() {
         let mut steps = vec![step(10, 0, 2, 4); 99];
         steps.push(step(110, 100, 2, 4));
-        let [median, p99, mean, own, others, idle, without_p99] = columns(&steps);
+        let [median, p99, mean, own, others, idle, without_p99, rest] = columns(&steps);
         assert_eq!([median, p99, mean].map(Some), [10.0, 110.0, 11.0].map(Some));
-        let without = [own, others, idle, without_p99];
-        assert_eq!(without.map(Some), [1.0, 2.0, 4.0, 106.0].map(Some));
+        let without = [own, others, idle, without_p99, rest];
+        assert_eq!(without.map(Some), [1.0, 2.0, 4.0, 106.0, 4.0].map(Some));
     }
 
     #[test]

@@ -45,18 +45,25 @@ pub fn record(
     vcpus: usize,
     over: &AtomicBool,
 ) -> Result<(String, Roles), String> {
-    let roles = loop {
+    let mut seen = Roles::default();
+    let mut roles = loop {
         if over.load(Ordering::Acquire) {
             return Err("the migration was over before its threads were found".to_owned());
         }
         let roles = roles(source, destination);
-        if roles.vcpus.len() >= vcpus && !roles.receivers.is_empty() && !roles.servers.is_empty() {
+        // They are started one by one, so what two looks find is all.
+        let is_all = roles == seen && roles.vcpus.len() >= vcpus;
+        if is_all && !roles.receivers.is_empty() && !roles.servers.is_empty() {
             break roles;
         }
+        seen = roles;
         std::thread::sleep(LOOK_EVERY);
     };
     let text =
         run(instance, &roles, over, RECORD).map_err(|error| format!("recording: {error}"))?;
+    // Those that have come since had processors as well.
+    let late = [source, destination].into_iter().flat_map(threads);
+    roles.own.extend(late.map(|(thread, _)| thread));
     Ok((text, roles))
 }
 

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use super::{
     COLUMNS, FOLLOWED, GUEST_MEDIAN, GUEST_P99, MEAN, MEDIAN, ON_IDLE, OTHERS, OTHERWISE, OWN, P99,
-    UNCLEAR, WHOLE, WITHOUT_P99,
+    REST, UNCLEAR, WHOLE, WITHOUT_P99,
 };
 use crate::report::{Figure, Report};
 
@@ -58,10 +58,9 @@ pub fn table(report: &Report) -> String {
         );
         for row in rows(figures, candidate) {
             let at = |column: &str| of(&cell(&row, column));
-            let rest = (at(MEAN) - at(OWN) - at(OTHERS) - at(ON_IDLE)).max(0.0);
             let _ = writeln!(
                 out,
-                "  {row:<36} {:>8.0} {:>9.0} {:>8.1} | {:>8.1} {:>8.1} {:>10.1} {:>8.0} | {rest:>8.1}",
+                "  {row:<36} {:>8.0} {:>9.0} {:>8.1} | {:>8.1} {:>8.1} {:>10.1} {:>8.0} | {:>8.1}",
                 at(MEDIAN),
                 at(P99),
                 at(MEAN),
@@ -69,6 +68,7 @@ pub fn table(report: &Report) -> String {
                 at(OTHERS),
                 at(ON_IDLE),
                 at(WITHOUT_P99),
+                at(REST),
             );
         }
     }
@@ -106,7 +106,9 @@ mod tests {
         };
         let mut figures = Vec::new();
         for (row, scale) in [("1 a", 1.0), (WHOLE, 10.0)] {
-            for (column, value) in COLUMNS.into_iter().zip([5.0, 90.0, 8.0, 4.5, 0.5, 1.0, 70.0]) {
+            for (column, value) in
+                COLUMNS.into_iter().zip([5.0, 90.0, 8.0, 4.5, 0.5, 1.0, 70.0, 2.0])
+            {
                 figures.push(figure(&cell(row, column), scale * value));
             }
         }
