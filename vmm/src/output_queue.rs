@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
-use crate::signals::block_signals;
+use crate::signals::with_signals_blocked;
 
 /// Maximum length of one write: what a ready pipe or terminal takes without blocking.
 const WRITE_BYTES: usize = libc::PIPE_BUF;
@@ -70,10 +70,9 @@ impl<T: OutputItem> OutputQueue<T> {
         let (waits, lost) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let target = Target { file, rest: Vec::new(), waits: Arc::clone(&waits) };
         let missed = Arc::clone(&lost);
-        stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES).spawn(move || {
-            block_signals();
-            write_all(&items, target, &missed, failed);
-        })?;
+        let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
+        let body = move || write_all(&items, target, &missed, failed);
+        with_signals_blocked(|| builder.spawn(body))?;
         Ok(Self { queue, lost, waits })
     }
 

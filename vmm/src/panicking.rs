@@ -116,14 +116,14 @@ fn keep_cleanup_ready() -> io::Result<()> {
         return Ok(());
     }
     let (due, is_due) = channel::<Sender<()>>();
-    stoppable_thread::spawn("put-back", move || {
-        // The main thread reads them from a descriptor.
-        signals::block_signals();
+    let body = move || {
         while let Ok(done) = is_due.recv() {
             put_back();
             drop(done);
         }
-    })?;
+    };
+    // The main thread reads them from a descriptor.
+    signals::with_signals_blocked(|| stoppable_thread::spawn("put-back", body))?;
     // Of two that are started at the same time one ends.
     let _ = CLEANUP.set(due);
     Ok(())

@@ -66,15 +66,38 @@ const SYNCHRONOUS: [libc::c_int; 7] = [
 
 /// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd.
 pub(crate) fn block_signals() {
+    set_mask(libc::SIG_BLOCK, &asynchronous());
+}
+
+/// Starts threads with these signals blocked: one that blocks them itself could be ended by one before it has.
+pub(crate) fn with_signals_blocked<T>(start: impl FnOnce() -> T) -> T {
+    let before = set_mask(libc::SIG_BLOCK, &asynchronous());
+    let started = start();
+    set_mask(libc::SIG_SETMASK, &before);
+    started
+}
+
+/// All but the synchronous signals.
+fn asynchronous() -> libc::sigset_t {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigfillset initialises the set it is given, from which sigdelset removes valid numbers; pthread_sigmask
-    // only reads it and changes nothing but the mask of the calling thread.
+    // SAFETY: sigfillset initialises the set it is given, from which sigdelset removes valid numbers.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         for signal in SYNCHRONOUS {
             libc::sigdelset(all.as_mut_ptr(), signal);
         }
-        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+        all.assume_init()
+    }
+}
+
+/// Changes the mask of the calling thread; returns what it was.
+fn set_mask(how: libc::c_int, signals: &libc::sigset_t) -> libc::sigset_t {
+    // SAFETY: an all-zero set is a valid value; pthread_sigmask reads one set and writes the other, both live across the
+    // call, and changes nothing but the mask of the calling thread.
+    unsafe {
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::pthread_sigmask(how, signals, &raw mut before);
+        before
     }
 }
 
@@ -127,5 +150,34 @@ impl Signals {
 impl AsRawFd for Signals {
     fn as_raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether the calling thread has a signal blocked.
+    fn has_blocked(signal: libc::c_int) -> bool {
+        // SAFETY: an all-zero set is valid, and adds nothing to the mask, which is read; sigismember reads that set.
+        unsafe {
+            let mask = set_mask(libc::SIG_BLOCK, &std::mem::zeroed());
+            libc::sigismember(&raw const mask, signal) == 1
+        }
+    }
+
+    #[test]
+    fn a_thread_has_signals_blocked_from_its_start_and_the_one_that_starts_it_is_as_before() {
+        let asked = [libc::SIGTERM, libc::SIGUSR1, libc::SIGSEGV];
+        // In a thread of its own, so that whatever mask the test's has does not count.
+        let starting = std::thread::spawn(move || {
+            let before = asked.map(has_blocked);
+            let thread =
+                with_signals_blocked(|| std::thread::spawn(move || asked.map(has_blocked)));
+            (before, thread.join().ok(), asked.map(has_blocked))
+        });
+        let (before, started, after) = starting.join().unwrap_or_default();
+        assert_eq!(started, Some([true, true, false]));
+        assert_eq!((before, after), ([false; 3], [false; 3]));
     }
 }
