@@ -99,13 +99,7 @@ fn as_others() {
     second.wait_for_work(5_000);
     second.verify();
     second.shut_down();
-    let before = vmm.guest_status().first_tsc;
-    vmm.api().put("vm.reboot", "").ok();
-    wait_for("a guest that started anew", || {
-        let guest = guest_reader::Guest::attach(vmm.pid()).ok()?;
-        let status = guest.status().ok()?;
-        (status.first_tsc != before && status.stage == "running").then_some(())
-    });
+    vmm.reboot();
     vmm.wait_for_work(5_000);
     vmm.verify();
     vmm.shut_down();

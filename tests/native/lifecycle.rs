@@ -138,13 +138,7 @@ fn wrong_time() {
 fn reboot() {
     let vmm = Vmm::boot(2, "size=128M,shared=on", "workload=random-write mem=32M");
     vmm.wait_for_work(10_000);
-    let before = vmm.guest_status().first_tsc;
-    vmm.api().put("vm.reboot", "").ok();
-    crate::harness::wait_for("a guest that started anew", || {
-        let guest = guest_reader::Guest::attach(vmm.pid()).ok()?;
-        let status = guest.status().ok()?;
-        (status.first_tsc != before && status.stage == "running").then_some(())
-    });
+    vmm.reboot();
     vmm.wait_for_heartbeat();
     vmm.verify();
     vmm.wait_for_event("rebooting");

@@ -289,12 +289,7 @@ fn huge_pages_with(reuse: &str) {
 /// Reboots the guest and waits until the one after it works.
 #[track_caller]
 fn reboot_once(vmm: &Vmm) {
-    let before = vmm.guest_status().first_tsc;
-    vmm.api().put("vm.reboot", "").ok();
-    wait_for("a guest that started anew", || {
-        let status = guest_reader::Guest::attach(vmm.pid()).ok()?.status().ok()?;
-        (status.first_tsc != before && status.stage == "running").then_some(())
-    });
+    vmm.reboot();
     vmm.wait_for_work(2_000);
 }
 

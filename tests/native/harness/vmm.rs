@@ -328,6 +328,17 @@ impl Vmm {
             .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
     }
 
+    /// Reboots the guest and waits until the one after it has begun to work.
+    #[track_caller]
+    pub fn reboot(&self) {
+        let before = self.guest_status().first_tsc;
+        self.api().put("vm.reboot", "").ok();
+        wait_for("a guest that started anew", || {
+            let status = Guest::attach(self.pid()).ok()?.status().ok()?;
+            (status.first_tsc != before && status.stage == "running").then_some(())
+        });
+    }
+
     /// Waits until the guest has visited so many more pages.
     #[track_caller]
     pub fn wait_for_work(&self, visits: u64) {
