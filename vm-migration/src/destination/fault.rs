@@ -36,7 +36,7 @@ use crate::ram::GuestMemoryMap;
 use crate::session::{Session, SessionState, Urgency};
 use crate::steering::LOOK_EVERY;
 use crate::stride::Strides;
-use crate::transport::Connection;
+use crate::transport::{AHEAD_WITH_PAGE_BYTES, Connection};
 
 const READY: &str = "preparing to receive pages";
 
@@ -444,6 +444,9 @@ fn take_pages<M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     const STEP: &str = "receiving pages";
     let mut scratch = Vec::new();
+    if matches!(via, Via::Urgent) {
+        channel.reader.read_ahead_up_to(AHEAD_WITH_PAGE_BYTES);
+    }
     loop {
         if !channel.reader.has_buffered() {
             channel.connection.wait_for_data(None).step(STEP)?;

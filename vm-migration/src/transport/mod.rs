@@ -38,6 +38,7 @@ mod tests;
 
 pub use address::{Address, AddressError};
 pub use listener::Listener;
+pub(crate) use reader::AHEAD_WITH_PAGE_BYTES;
 pub use reader::{ByteSource, Reader};
 pub(crate) use secured::ReceivedBytes;
 pub use socket::{Connection, Part};

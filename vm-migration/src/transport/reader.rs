@@ -54,13 +54,17 @@ impl ByteSource for &[u8] {
 
 /// Bytes that [`Reader`] reads ahead: a header, a table of some entries, and little of what follows,
 /// because pages are better received in place.
-const AHEAD_BYTES: usize = 256;
+pub(super) const AHEAD_BYTES: usize = 256;
+
+/// Bytes that are read ahead where a requested page is waited for: the message and the page come in one call, which is
+/// worth more than that the page is copied once more.
+pub(crate) const AHEAD_WITH_PAGE_BYTES: usize = AHEAD_BYTES + 4096;
 
 /// The reading side of a connection, with a small read-ahead buffer.
 #[derive(Debug)]
 pub struct Reader {
     connection: Arc<Connection>,
-    ahead: Box<[u8; AHEAD_BYTES]>,
+    ahead: Box<[u8]>,
     start: usize,
     end: usize,
     /// Descriptors are accepted; otherwise the kernel closes them.
@@ -80,6 +84,15 @@ impl Reader {
             takes_descriptors: false,
             descriptor: None,
         }
+    }
+
+    /// Reads ahead up to `len_bytes` from here on. What has been read ahead is kept.
+    pub(crate) fn read_ahead_up_to(&mut self, len_bytes: usize) {
+        let kept = self.read_ahead();
+        let mut ahead = vec![0; len_bytes.max(kept.len())];
+        ahead[..kept.len()].copy_from_slice(kept);
+        (self.start, self.end) = (0, kept.len());
+        self.ahead = ahead.into_boxed_slice();
     }
 
     /// Sets whether descriptors are accepted, one at a time.
@@ -130,7 +143,7 @@ impl ByteSource for Reader {
         let mut at = 0;
         while at < buf.len() {
             if self.start == self.end {
-                if buf.len() - at >= AHEAD_BYTES {
+                if buf.len() - at >= self.ahead.len() {
                     at += self.receive_some(Some(&mut buf[at..]))?;
                     continue;
                 }
@@ -143,6 +156,10 @@ impl ByteSource for Reader {
             at += len;
         }
         Ok(())
+    }
+
+    fn lend(&mut self, len: usize) -> Option<&[u8]> {
+        (len <= self.end - self.start).then(|| self.take(len))
     }
 
     fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {

@@ -15,6 +15,7 @@ use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::ram::slice;
 use crate::testing::FakeMemory;
 use crate::transport::ByteSource;
+use crate::transport::reader::{AHEAD_BYTES, AHEAD_WITH_PAGE_BYTES};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(50);
@@ -275,4 +276,36 @@ fn memory_without_a_page_is_told_from_a_lost_connection() {
     let received = unsafe { ours.receive(&mut [page]) };
     assert!(matches!(received, Err(TransportError::NoPage { .. })), "{received:?}");
     assert!(received.unwrap_err().to_string().contains("hugetlb"));
+}
+
+#[test]
+fn a_message_and_its_page_come_in_one_call() {
+    let sent: Vec<u8> = (0..64 + 4096_u32).map(|at| (at % 251) as u8).collect();
+    for (ahead_bytes, whole) in [(None, false), (Some(AHEAD_WITH_PAGE_BYTES), true)] {
+        let (ours, theirs, _cancel) = pair(LONG);
+        theirs.send(&sent).unwrap();
+        let mut reader = Reader::new(Arc::new(ours));
+        // What has been read ahead before is kept.
+        let mut head = [0; 64];
+        reader.read_exact(&mut head[..1]).unwrap();
+        if let Some(ahead_bytes) = ahead_bytes {
+            reader.read_ahead_up_to(ahead_bytes);
+        }
+        reader.read_exact(&mut head[1..]).unwrap();
+        assert_eq!(head, sent[..64]);
+        // The first call brought no more than is read ahead at first; the next one brings the rest.
+        let mut rest = vec![0; 4096];
+        reader.read_exact(&mut rest[..AHEAD_BYTES]).unwrap();
+        let (done, left) = rest.split_at_mut(AHEAD_BYTES);
+        match reader.lend(left.len()) {
+            Some(lent) => left.copy_from_slice(lent),
+            None => {
+                assert!(!whole, "the page was not read ahead");
+                reader.read_exact(left).unwrap();
+            }
+        }
+        assert_eq!(done, &sent[64..][..AHEAD_BYTES]);
+        assert_eq!(left, &sent[64 + AHEAD_BYTES..]);
+        assert!(!reader.has_buffered());
+    }
 }
