@@ -203,6 +203,9 @@ fn auto() {
     let lines: Vec<_> = lines.collect();
     assert_eq!(lines.len(), 1, "{text}");
     assert!(lines.iter().all(|line| line.contains("scripts/kvm-modules")), "{text}");
+    let event = destination.wait_for_event("migration-faults-by-uffd");
+    let reason = event["properties"]["reason"].as_str().expect("a reason");
+    assert!(lines.iter().all(|line| line.contains(reason)), "{reason}: {text}");
     destination.wait_for_work(5_000);
     destination.verify();
     destination.shut_down();

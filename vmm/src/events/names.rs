@@ -232,6 +232,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-receive-started", "a source was accepted"),
     (
         "vm",
+        "migration-faults-by-uffd",
+        "fault_source=auto takes uffd, as vCPUs cannot bring their missing pages themselves here (reason: why)",
+    ),
+    (
+        "vm",
         "migration-receive-finished",
         "the VM runs at the destination (figures, in precopy the final ones)",
     ),

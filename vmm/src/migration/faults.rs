@@ -30,6 +30,7 @@ use super::fault_choice::{
 use super::memory::MigratingRam;
 use super::resident::KvmLimits;
 use crate::config::FaultSourceChoice;
+use crate::events;
 use crate::machine::{Host, Machine, MissingPages};
 
 /// Number of userfaultfds for accesses by threads other than vCPUs, each with a reader.
@@ -233,8 +234,8 @@ impl Undecided {
     }
 }
 
-/// Logs once what is missing for vCPUs to fetch their own pages, what that would gain, and how to provide
-/// it.
+/// Reports, in the log and as an event, what is missing for vCPUs to fetch their own pages; the log also has what that
+/// would gain, and how to provide it.
 fn explain(reason: VcpuFaultsUnavailable) {
     if reason == VcpuFaultsUnavailable::NotExpected {
         return;
@@ -244,6 +245,7 @@ fn explain(reason: VcpuFaultsUnavailable) {
          scripts/kvm-modules) each vCPU would bring the pages that it needs itself, without a \
          queue that all share"
     );
+    events::emit("vm", "migration-faults-by-uffd", &[("reason", &reason.to_string())]);
 }
 
 /// A machine whose vCPUs fetch their own missing pages.
