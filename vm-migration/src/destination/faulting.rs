@@ -67,7 +67,7 @@ enum End {
     /// Every page is here.
     Complete,
     /// Lost. The source may have noticed first and have reconnected already.
-    Lost(Failure, Option<Returned>),
+    Lost(Failure, Option<Box<Returned>>),
 }
 
 impl<M: GuestMemoryMap> Faulting<M> {
@@ -188,7 +188,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 WaitEnd::Ready(_) | WaitEnd::TimedOut => {
                     let returned = self.threads.rejoin.meet(&mut arrivals, engine.failed());
                     let lost = Failure::new(STEP, TransportError::Closed);
-                    returned.map(|returned| (lost, Some(returned)))
+                    returned.map(|returned| (lost, Some(Box::new(returned))))
                 }
             };
             let lost = lost.or_else(|| {
@@ -219,7 +219,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 
     /// Pauses postcopy until the source has reconnected.
-    fn recover(&mut self, lost: &Failure, returned: Option<Returned>) -> Result<(), Failure> {
+    fn recover(&mut self, lost: &Failure, returned: Option<Box<Returned>>) -> Result<(), Failure> {
         let engine = Arc::clone(&self.threads.engine);
         let progress = Arc::clone(engine.progress());
         self.control.connection.shut_down();
@@ -232,7 +232,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 return Ok(());
             }
             let source = match returned.take() {
-                Some(source) => source,
+                Some(source) => *source,
                 None => self
                     .threads
                     .rejoin

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::TransportError;
+use super::secured::copy_to;
 use super::socket::{Connection, guest_iovec};
 use crate::ram::GuestSlice;
 
@@ -165,10 +166,13 @@ impl ByteSource for Reader {
     fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
         let mut pieces = Vec::with_capacity(slices.len());
         for slice in slices {
+            let mut piece = guest_iovec(slice);
             let taken = self.take(slice.len());
-            slice.write(taken);
-            let len = taken.len();
-            pieces.push(guest_iovec(&slice.skip(len)));
+            if !taken.is_empty() {
+                // SAFETY: as below.
+                unsafe { copy_to(&mut piece, taken) }?;
+            }
+            pieces.push(piece);
         }
         // SAFETY: guest memory is mapped writable while `slices` borrows it, and no code in this
         // process holds references into it.

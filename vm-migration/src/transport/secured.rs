@@ -293,7 +293,7 @@ impl ByteSource for ReceivedBytes<'_> {
 ///
 /// # Safety
 /// The piece must be writable for the length of `bytes`, and nothing may have a reference into it.
-unsafe fn copy_to(piece: &mut libc::iovec, bytes: &[u8]) -> Result<(), TransportError> {
+pub(super) unsafe fn copy_to(piece: &mut libc::iovec, bytes: &[u8]) -> Result<(), TransportError> {
     const PAGE_BYTES: usize = 4096;
     let address = piece.iov_base.addr();
     let before = address % PAGE_BYTES;

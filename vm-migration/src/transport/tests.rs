@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use proptest::prelude::*;
 use super::{Address, Connection, Listener, Part, Reader, TransportError};
 use crate::cancel::Cancel;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
-use crate::ram::slice;
+use crate::ram::{GuestMemoryMap as _, slice};
 use crate::testing::FakeMemory;
 use crate::transport::ByteSource;
 use crate::transport::reader::{AHEAD_BYTES, AHEAD_WITH_PAGE_BYTES};
@@ -297,15 +298,31 @@ fn a_message_and_its_page_come_in_one_call() {
         let mut rest = vec![0; 4096];
         reader.read_exact(&mut rest[..AHEAD_BYTES]).unwrap();
         let (done, left) = rest.split_at_mut(AHEAD_BYTES);
-        match reader.lend(left.len()) {
-            Some(lent) => left.copy_from_slice(lent),
-            None => {
-                assert!(!whole, "the page was not read ahead");
-                reader.read_exact(left).unwrap();
-            }
+        if let Some(lent) = reader.lend(left.len()) {
+            left.copy_from_slice(lent);
+        } else {
+            assert!(!whole, "the page was not read ahead");
+            reader.read_exact(left).unwrap();
         }
         assert_eq!(done, &sent[64..][..AHEAD_BYTES]);
         assert_eq!(left, &sent[64 + AHEAD_BYTES..]);
         assert!(!reader.has_buffered());
     }
+}
+
+#[test]
+fn what_was_read_ahead_finds_no_page_and_is_an_error_too() {
+    let (ours, theirs, _cancel) = pair(LONG);
+    theirs.send(&[1; 64]).unwrap();
+    let mut reader = Reader::new(Arc::new(ours));
+    reader.read_exact(&mut [0; 1]).unwrap();
+    assert!(reader.has_buffered());
+    let memory = FakeMemory::new(&[(0, 1)], Backing::Shared, PAGE_BYTES).unwrap();
+    let page = slice(&*memory, PageRun { region: 0, first: 0, count: 1 });
+    // As a pool of huge pages does that has none left: the host has no page for this place.
+    let file = memory.file(0).unwrap();
+    // SAFETY: the file is this test's own, and nothing accesses what is beyond its end but what is tested.
+    assert_eq!(unsafe { libc::ftruncate(file.as_raw_fd(), 0) }, 0);
+    let received = reader.read_guest(std::slice::from_ref(&page));
+    assert!(matches!(received, Err(TransportError::NoPage { .. })), "{received:?}");
 }
