@@ -84,9 +84,14 @@ impl RamImage {
     /// # Errors
     /// When another process has it locked, or its file system has no room for its holes.
     pub fn new(file: Arc<File>, ranges: Vec<ImageRange>) -> Result<Self, ImageError> {
-        match file_lock::lock(&file, FileUse::Read) {
-            // A lock that its server forgets fails all reads from then on, which would not fail without one.
-            Ok(()) if is_on_nfs(&file) => drop(file_lock::unlock(&file)),
+        // A lock that an NFS server forgets fails all reads from then on, which would not fail without one; and each lock
+        // there drops what is cached of the file.
+        let locked = match is_on_nfs(&file) {
+            true if file_lock::is_free(&file, FileUse::Read) => Ok(()),
+            true => Err(LockError::Held),
+            false => file_lock::lock(&file, FileUse::Read),
+        };
+        match locked {
             Ok(()) => {}
             Err(LockError::Held) => {
                 return Err(ImageError::InUse { holders: file_lock::holders(&file) });
