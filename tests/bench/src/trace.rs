@@ -59,11 +59,14 @@ impl Instance {
     }
 }
 
-/// Removes what benchmarks that were killed have left: its events cost every system call of the machine something.
+/// Removes what benchmarks that were killed have left, one of this process's number among them: its events cost every
+/// system call of the machine something.
 fn remove_left(instances: &Path) {
     let left = |name: &std::ffi::OsStr| {
         let pid = name.to_str()?.strip_prefix(NAME)?.parse::<u32>().ok()?;
-        (!Path::new("/proc").join(pid.to_string()).exists()).then_some(())
+        let is_over =
+            pid == std::process::id() || !Path::new("/proc").join(pid.to_string()).exists();
+        is_over.then_some(())
     };
     for old in fs::read_dir(instances).into_iter().flatten().flatten() {
         if left(&old.file_name()).is_some() {
@@ -172,14 +175,19 @@ mod tests {
     fn what_a_process_that_is_gone_has_left_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let mine = std::process::id().to_string();
-        // No process has that number.
-        for name in [format!("{NAME}{mine}"), format!("{NAME}4294967295"), "other".to_owned()] {
+        // The first process of all lives, and none has the last number.
+        let (living, gone) = ("1", "4294967295");
+        let numbers = [mine.as_str(), living, gone];
+        let mut names: Vec<String> =
+            numbers.iter().map(|number| format!("{NAME}{number}")).collect();
+        names.push("other".to_owned());
+        for name in names {
             fs::create_dir(folder.path().join(name)).expect("a folder");
         }
         remove_left(folder.path());
         let there = |name: &str| folder.path().join(name).exists();
-        assert!(there(&format!("{NAME}{mine}")) && there("other"));
-        assert!(!there(&format!("{NAME}4294967295")));
+        assert!(there(&format!("{NAME}{living}")) && there("other"));
+        assert!(!there(&format!("{NAME}{gone}")) && !there(&format!("{NAME}{mine}")));
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub fn record(
         }
         let roles = roles(source, destination);
         // They are started one by one, so what two looks find is all.
-        let is_all = roles == seen && roles.vcpus.len() >= vcpus;
+        let is_all = roles.parts().eq(seen.parts()) && roles.vcpus.len() >= vcpus;
         if is_all && !roles.receivers.is_empty() && !roles.servers.is_empty() {
             break roles;
         }
