@@ -378,7 +378,7 @@ impl<'c> Trace<'c> {
         steps.pass(answer, (got.thread, got))?;
         steps.until(got.thread, got.exit.us)?;
         steps.until(waker.by, waker.us)?;
-        let runs = self.threads.wake_up(vcpu, woken, woken + 1).ok_or(Left::Unclear)?.runs_us;
+        let runs = self.threads.runs_from(vcpu, woken, waker.us).ok_or(Left::Unclear)?;
         steps.until(vcpu, runs)?;
         Ok(steps.done)
     }

@@ -85,6 +85,8 @@ impl Processor {
 struct Thread {
     ready: Vec<Ready>,
     wake_ups: Vec<WakeUp>,
+    /// Place and time at which it got a processor or lost it.
+    switches: Vec<(usize, u64, bool)>,
     sleeps: bool,
     /// Since when it could run, and by the waking at which place.
     since: Option<(u64, Option<usize>)>,
@@ -114,10 +116,12 @@ impl Threads {
                 What::Switch { from, sleeps, to } => {
                     if from != IDLE {
                         let thread = threads.entry(from).or_default();
+                        thread.switches.push((at, event.us, false));
                         thread.sleeps = sleeps;
                         thread.since = (!sleeps).then_some((event.us, None));
                     }
                     let thread = threads.entry(to).or_default();
+                    thread.switches.push((at, event.us, true));
                     thread.sleeps = false;
                     let since = if to == IDLE { None } else { thread.since.take() };
                     let processor = processors.entry(event.processor).or_default();
@@ -150,6 +154,16 @@ impl Threads {
             } += us;
         }
         sum
+    }
+
+    /// When a thread ran from a place of the trace on, whose time is `us`: then, if it had a processor. One that was about
+    /// to sleep and lost its processor before that needs no wake-up.
+    pub fn runs_from(&self, thread: u32, at: usize, us: u64) -> Option<u64> {
+        let all = &self.threads.get(&thread)?.switches;
+        let next = all.partition_point(|(place, ..)| *place < at);
+        let has_processor = all.get(next.checked_sub(1)?).is_some_and(|(.., gets)| *gets);
+        let later = all.get(next..)?.iter().find(|(.., gets)| *gets);
+        if has_processor { Some(us) } else { later.map(|(_, us, _)| *us) }
     }
 
     /// The first wake-up of a thread between two places of the trace.
@@ -217,5 +231,25 @@ mod tests {
         assert_eq!(threads.wake_up(7, 0, 100), Some(first));
         assert_eq!(threads.wake_up(7, 2, 8), Some(second));
         assert_eq!(threads.wake_up(7, 2, 7), None);
+    }
+
+    #[test]
+    fn a_thread_that_lost_its_processor_before_it_slept_runs_without_a_wake_up() {
+        let events = [
+            switch(100, IDLE, false, 7),
+            switch(110, 7, false, 8),
+            event(130, What::Waking(7)),
+            switch(150, 8, true, 7),
+            event(160, What::Waking(7)),
+            switch(170, 7, true, IDLE),
+        ];
+        let threads = Threads::of(&events, &BTreeSet::new());
+        assert_eq!(threads.wake_up(7, 2, 3), None);
+        assert_eq!(threads.runs_from(7, 2, 130), Some(150));
+        // It has one, and needs not to wait.
+        assert_eq!(threads.runs_from(7, 4, 160), Some(160));
+        // It never gets one again, or is not known.
+        assert_eq!(threads.runs_from(7, 6, 180), None);
+        assert_eq!(threads.runs_from(9, 2, 130), None);
     }
 }
