@@ -20,9 +20,11 @@ prepare_btf() {
   local original
   BTF=no
   rm -f "$WORK/linux/vmlinux"
-  original=$(find "$WORK/files" -name 'kvm.ko*' | head -n 1)
+  original=$(find "$WORK/files" -name 'kvm.ko*' -print -quit)
   [ -n "$original" ] || return 0
-  plain_module "$original" >"$WORK/original.ko"
+  # What cannot be read does not say that there are none.
+  plain_module "$original" >"$WORK/original.ko" || die "the kernel's own $(basename "$original") cannot be unpacked"
+  readelf -h "$WORK/original.ko" >/dev/null || die "the kernel's own $(basename "$original") cannot be read"
   if ! has_btf "$WORK/original.ko"; then
     rm -f "$WORK/original.ko"
     return 0
@@ -46,6 +48,7 @@ make_modules() {
     warn "the modules do not build with type information (BTF): once more without"
     BTF=no
     rm -f "$WORK/linux/vmlinux"
+    say "building ${MODULES[*]} without it"
   fi
   # Debug information takes most of the time; only types are made from it.
   kmake M=arch/x86/kvm KCFLAGS=-g0 modules >>"$WORK/build.log" 2>&1

@@ -29,43 +29,62 @@ find_key() {
 # efi_byte NAME: the value of an EFI variable of one byte; nothing where there is none.
 efi_byte() { od -An -v -tu1 -j4 -N1 "$SYSROOT/sys/firmware/efi/efivars/$1" 2>/dev/null | tr -d ' ' || true; }
 
+# is_secure_boot: Secure Boot is on, and shim was not told to check no signatures; the kernel goes by both.
+is_secure_boot() {
+  [ "$(efi_byte SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c)" = 1 ] &&
+    [ "$(efi_byte MokSBStateRT-605dab50-e046-4300-abb6-3dd810dd8b23)" != 1 ]
+}
+
 # wants_signatures: whether this machine's kernel refuses modules without a signature, with the reason on standard output.
 wants_signatures() {
   if grep -qE '\[(integrity|confidentiality)\]' "$SYSROOT/sys/kernel/security/lockdown" 2>/dev/null; then
     echo "its kernel is locked down"
   elif grep -qx Y "$SYSROOT/sys/module/module/parameters/sig_enforce" 2>/dev/null; then
     echo "its kernel enforces signatures of modules"
-  # The second one says that shim was told not to check signatures; the kernel goes by it as well.
-  elif [ "$(efi_byte SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c)" = 1 ] &&
-    [ "$(efi_byte MokSBStateRT-605dab50-e046-4300-abb6-3dd810dd8b23)" != 1 ]; then
+  elif is_secure_boot; then
     echo "Secure Boot is on"
   else
     return 1
   fi
 }
 
-# How a machine gets a key that it trusts.
-KEY_ADVICE="make one (openssl req -new -x509 -newkey rsa:2048 -nodes -days 36500 -subj '/CN=KVM modules of this machine' \
--keyout KEY -outform DER -out CERTIFICATE), name both files as SIGN_KEY and SIGN_CERT in /etc/godwit-kvm.conf, run \
-'mokutil --import CERTIFICATE', and confirm it at the next boot"
+# key_advice: how a machine gets a key that it trusts. A kernel reads those that mokutil enrols with Secure Boot only.
+key_advice() {
+  local enrol="run 'mokutil --import CERTIFICATE', and confirm it at the next boot"
+  is_secure_boot || enrol="bring CERTIFICATE into the firmware's db: without Secure Boot this kernel takes no keys that mokutil enrols"
+  echo "make one (openssl req -new -x509 -newkey rsa:2048 -nodes -days 36500 -subj '/CN=KVM modules of this machine' \
+-keyout KEY -outform DER -out CERTIFICATE), name both files as SIGN_KEY and SIGN_CERT in /etc/godwit-kvm.conf, and $enrol"
+}
 
 # check_signing: ends where modules would be installed that this machine refuses at its next boot, which would leave it
 # without any KVM: modprobe prefers them to the kernel's own.
 check_signing() {
-  local why said der
+  local why said der only
   find_key
   why=$(wants_signatures) || return 0
-  [ -n "$KEY" ] || die "this machine takes signed modules only ($why), and there is no key to sign with: $KEY_ADVICE"
+  only="this machine takes signed modules only ($why)"
+  [ -n "$KEY" ] || die "$only, and there is no key to sign with: $(key_advice)"
   # Only what says that it is trusted counts: a key that DKMS has made is enrolled by nothing but its owner.
-  command -v mokutil >/dev/null ||
-    die "this machine takes signed modules only ($why), and only mokutil can tell whether it trusts $CERT: install mokutil"
+  command -v mokutil >/dev/null || die "$only, and only mokutil can tell whether it trusts $CERT: install mokutil"
+  need_packages openssl
   der=$(mktemp)
   as_der "$CERT" >"$der" || { rm -f "$der"; die "$CERT is no certificate"; }
   said=$(LC_ALL=C mokutil --test-key "$der" 2>&1 || true)
   rm -f "$der"
+  said=${said//$der/it}
   case $said in
-    *"is already enrolled"* | *"is already in db"* | *"is already in the built-in trusted keyring"*) ;;
-    *) die "this machine takes signed modules only ($why), and does not trust $CERT (mokutil: ${said//$der/it}): run 'mokutil --import $CERT', reboot, and confirm it there" ;;
+    *"is already in db"* | *"is already in the built-in trusted keyring"*) ;;
+    *"is already enrolled"*)
+      is_secure_boot || die "$only, and without Secure Boot it takes no keys that mokutil has enrolled, as $CERT is: switch Secure Boot on, or bring it into the firmware's db" ;;
+    *"is already in the enrollment request"*)
+      die "$only, and does not trust $CERT yet: reboot, and confirm it there" ;;
+    *"is not enrolled"*)
+      if is_secure_boot; then
+        die "$only, and does not trust $CERT (mokutil: $said): run 'mokutil --import $CERT', reboot, and confirm it there"
+      else
+        die "$only, and does not trust $CERT (mokutil: $said): bring it into the firmware's db, as without Secure Boot no key counts that mokutil enrols"
+      fi ;;
+    *) die "$only, and mokutil does not say that it trusts $CERT, but: $said" ;;
   esac
 }
 
