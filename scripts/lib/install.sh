@@ -94,7 +94,7 @@ apt_install() {
 apt_update_once() {
   [ -n "${APT_UPDATED:-}" ] && return 0
   if can_install >/dev/null; then
-    as_root apt-get update -q -o DPkg::Lock::Timeout=300 >/dev/null || warn "apt-get update failed; going on with the lists at hand"
+    as_root apt-get update -q -o DPkg::Lock::Timeout=300 -o APT::Update::Error-Mode=any >/dev/null || warn "apt-get update failed; going on with the lists at hand"
   fi
   export APT_UPDATED=1
 }
