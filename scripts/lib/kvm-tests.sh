@@ -138,7 +138,6 @@ test_one_build_is_made_at_a_time() {
   local pid
   mkdir -p "$STATE"
   exec 8>"$STATE/lock" && flock 8
-  ! godwit_kvm run 8>&- && not_called '^kvm-modules' || return 1
   godwit_kvm update 8>&- >"$CASE/waits" &
   pid=$!
   until_true grep -q waiting "$CASE/waits" && not_called '^kvm-modules' || return 1
@@ -150,12 +149,14 @@ test_one_build_is_made_at_a_time() {
 test_verbs_by_hand_wait_for_a_build() {
   host
   local pid verb
-  for verb in build install load restore; do
+  for verb in build install load restore run; do
+    # The service has something to do.
+    [ $verb != run ] || godwit_kvm want "$KERNEL" 8>&- || return 1
     rm -f "$CASE/calls" && mkdir -p "$STATE" && exec 8>"$STATE/lock" && flock 8 || return 1
     godwit_kvm "$verb" 8>&- >"$CASE/waits" &
     pid=$!
     until_true grep -q waiting "$CASE/waits" && not_called '^kvm-modules' || return 1
-    exec 8>&- && wait "$pid" && called "^kvm-modules $verb" || return 1
+    exec 8>&- && wait "$pid" && called "^kvm-modules ${verb/run/build}" || return 1
   done
   # A file in place of the folder: that is no build under way.
   rm -r "$STATE" && touch "$STATE" && ! godwit_kvm run 2>"$CASE/err" && file_has "$CASE/err" "cannot be opened" &&
@@ -329,7 +330,7 @@ signing_host() {
     fi
   done
   PATH=$CASE/bin:/usr/sbin:/usr/bin:/sbin:/bin
-  fake apt-get && fake sudo '"$@"'
+  fake apt-get && fake sudo 'exec "$@"'
   HOST=$CASE/host
   mkdir -p "$HOST/lib/modules/$KERNEL/kernel" "$HOST/etc" "$HOST/boot" "$HOST/sys/firmware/efi/efivars"
   echo 'CONFIG_MODULE_SIG_HASH="sha512"' >"$HOST/boot/config-$KERNEL"
@@ -374,11 +375,11 @@ test_the_state_of_a_kernel_whose_index_names_what_is_gone_is_said() {
   kvm_modules install && rm -r "$INSTALLED" && kvm_modules status >"$CASE/status" || return 1
   [ "$(grep -c "which is gone: run 'depmod -b $HOST $KERNEL'" "$CASE/status")" = 3 ]
 }
-# build_with COMMANDS: kvm-modules builds where apt-cache does that, and the kernel is installed.
+# build_with COMMANDS [PACKAGE]: kvm-modules builds where apt-cache does that, and the kernel is of that package.
 build_with() {
   PATH=$CASE/bin:/usr/sbin:/usr/bin:/sbin:/bin
   fake apt-get && fake apt-cache "$1" && fake uname 'echo x86_64'
-  fake dpkg-query 'case $* in *linux-image*) echo installed 6.12.34-1 ;; *) echo installed ;; esac'
+  fake dpkg-query "case \$* in *linux-image*) echo installed ${2:-6.12.34-1} ;; *) echo installed ;; esac"
   GODWIT_NO_INSTALL=1 bash "$SCRIPTS/kvm-modules" build --kernel "$KERNEL" --out "$CASE/out" >"$CASE/err" 2>&1
 }
 test_a_package_that_apt_does_not_know_is_said_and_may_be_there_later() {
