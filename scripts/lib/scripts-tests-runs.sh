@@ -90,3 +90,21 @@ test_lists_of_packages_that_cannot_be_read_are_a_failure() {
   (apt_update_once) && called '^apt-get update .*APT::Update::Error-Mode=any' || return 1
   ! grep -rnE 'apt-get( -q)? update' "$SCRIPTS/kernel-survey" "$SCRIPTS/lib/install.sh" "$SCRIPTS/../packaging/debian/godwit-kvm" | grep -v Error-Mode | grep -vE 'update (failed|fails)'
 }
+test_what_does_not_build_is_a_failed_step_of_each_level() {
+  local level
+  # run_level LEVEL BUILD GUEST: what is run of it, in a shell that ends at a failure, where the two builds end so.
+  run_level() {
+    bash -c ". '$SCRIPTS/lib/common.sh'; logs='$CASE' lab_fetch='' passed=0 failed=0 summary=()
+      $(sed -n '/^\(step\|programs_for\|run_[a-z-]*\)() {/,/^}/p; /^build_programs() {/p' "$SCRIPTS/test")
+      tests() { echo \"tests \$1\"; }; run_clients() { :; }
+      build_binaries() { echo binaries; return $2; }; build_guest() { return $3; }
+      run_$1; printf '%s\n' \"\$failed failed\" \"\${summary[@]}\"" >"$CASE/out" 2>&1
+  }
+  for level in native lab lab-kernel metal lab-iommufd; do
+    run_level $level 0 0 && grep -q '^tests ' "$CASE/out" && grep -qx '0 failed' "$CASE/out" || { cat "$CASE/out"; return 1; }
+    for ends in '1 0' '0 1'; do
+      run_level $level $ends && ! grep '^tests ' "$CASE/out" && grep -qx '1 failed' "$CASE/out" && grep -q "^FAILED   $level: .*built" "$CASE/out" &&
+        grep -qx binaries "$CASE/out" || { cat "$CASE/out"; return 1; }
+    done
+  done
+}
