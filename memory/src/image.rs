@@ -86,10 +86,12 @@ impl RamImage {
     pub fn new(file: Arc<File>, ranges: Vec<ImageRange>) -> Result<Self, ImageError> {
         // A lock that an NFS server forgets fails all reads from then on, which would not fail without one; and each lock
         // there drops what is cached of the file.
-        let locked = match is_on_nfs(&file) {
-            true if file_lock::is_free(&file, FileUse::Read) => Ok(()),
-            true => Err(LockError::Held),
-            false => file_lock::lock(&file, FileUse::Read),
+        let locked = if !is_on_nfs(&file) {
+            file_lock::lock(&file, FileUse::Read)
+        } else if file_lock::is_free(&file, FileUse::Read) {
+            Ok(())
+        } else {
+            Err(LockError::Held)
         };
         match locked {
             Ok(()) => {}

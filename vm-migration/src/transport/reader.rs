@@ -169,7 +169,8 @@ impl ByteSource for Reader {
             let mut piece = guest_iovec(slice);
             let taken = self.take(slice.len());
             if !taken.is_empty() {
-                // SAFETY: as below.
+                // SAFETY: the piece is the whole slice, of which `taken` is no longer. Guest memory is mapped writable
+                // while `slices` borrows it, and no code in this process holds references into it.
                 unsafe { copy_to(&mut piece, taken) }?;
             }
             pieces.push(piece);
